@@ -1,0 +1,119 @@
+"""The gRPC channel arguments of both sides, because they have to agree.
+
+A server's limits on pings, message sizes and metadata decide which clients survive, and gRPC's
+own defaults break this contract: a server ends a connection whose client pings through a long
+prefill, two servers share one port in silence, and a vanished peer is noticed a minute late.
+An argument that gRPC doesn't know is ignored without a word, so each one here has a test that
+shows its effect.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+UNLIMITED: Final = -1
+"""A message size without a limit."""
+
+DEFAULT_MAX_RECEIVE_BYTES: Final = 64 * 1024 * 1024
+"""Bytes of one request. Media travel inside a request (`raw_bytes`, `data_uri`), so gRPC's own
+4 MiB would turn a few photographs away; but a message is held whole before any check of ours
+can see it, so the limit has to be finite."""
+
+DEFAULT_MAX_METADATA_BYTES: Final = 16 * 1024
+"""Bytes of a call's metadata in one direction, each entry counted with 32 bytes more than its
+key and value. It is the hard limit that gRPC has by default."""
+
+DEFAULT_MAX_CONCURRENT_STREAMS: Final = 16_384
+"""Open calls on one connection. A client holds calls beyond it back without telling anybody, so
+it bounds what a connection can cost and lies far above what admission lets in: whoever sends
+too much hears OVERLOADED."""
+
+DEFAULT_KEEPALIVE_SECONDS: Final = 30.0
+"""Silence on a connection after which a side asks the other for a sign of life."""
+
+DEFAULT_KEEPALIVE_TIMEOUT_SECONDS: Final = 20.0
+"""How long that sign of life may take before the connection counts as broken."""
+
+CLIENT_MAX_RECONNECT_BACKOFF_SECONDS: Final = 5.0
+"""Longest pause between two attempts to connect, so that a client which waits for a server to
+load its model is there soon after; gRPC's own pause grows to two minutes."""
+
+Options = list[tuple[str, int]]
+
+
+def server_options(
+    *,
+    max_receive_bytes: int = DEFAULT_MAX_RECEIVE_BYTES,
+    max_send_bytes: int = UNLIMITED,
+    max_metadata_bytes: int = DEFAULT_MAX_METADATA_BYTES,
+    max_concurrent_streams: int = DEFAULT_MAX_CONCURRENT_STREAMS,
+    keepalive_seconds: float = DEFAULT_KEEPALIVE_SECONDS,
+    keepalive_timeout_seconds: float = DEFAULT_KEEPALIVE_TIMEOUT_SECONDS,
+) -> Options:
+    """Arguments for `grpc.aio.server`.
+
+    Requests over `max_receive_bytes` and responses over `max_send_bytes` end their call with
+    RESOURCE_EXHAUSTED; either may be `UNLIMITED`. Clients may ping as often as they like.
+    A connection whose client has vanished is closed, and its calls are cancelled,
+    `keepalive_seconds + keepalive_timeout_seconds` after it fell silent. A port that is in use
+    can't be bound.
+    """
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_send_message_length", max_send_bytes),
+        ("grpc.max_concurrent_streams", max_concurrent_streams),
+        ("grpc.http2.max_ping_strikes", 0),
+        *_metadata(max_metadata_bytes),
+        *_keepalive(keepalive_seconds, keepalive_timeout_seconds),
+    ]
+
+
+def client_options(
+    *,
+    max_receive_bytes: int = UNLIMITED,
+    max_send_bytes: int = UNLIMITED,
+    max_metadata_bytes: int = DEFAULT_MAX_METADATA_BYTES,
+    keepalive_seconds: float = DEFAULT_KEEPALIVE_SECONDS,
+    keepalive_timeout_seconds: float = DEFAULT_KEEPALIVE_TIMEOUT_SECONDS,
+) -> Options:
+    """Arguments for a `grpc.aio` channel to an engine.
+
+    How large a response may be is the server's to decide, so by default the client takes any.
+    A call whose server has vanished ends with UNAVAILABLE
+    `keepalive_seconds + keepalive_timeout_seconds` after it fell silent; a server that answers
+    pings may stay silent for as long as a prefill takes. A server that counts pings, as gRPC's
+    do unless they are told otherwise, wants `keepalive_seconds` of at least 300.
+    """
+    return [
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_send_message_length", max_send_bytes),
+        ("grpc.max_reconnect_backoff_ms", _milliseconds(CLIENT_MAX_RECONNECT_BACKOFF_SECONDS)),
+        # Without this a client stops pinging after two pings that no data came between.
+        ("grpc.http2.max_pings_without_data", 0),
+        *_metadata(max_metadata_bytes),
+        *_keepalive(keepalive_seconds, keepalive_timeout_seconds),
+    ]
+
+
+def _metadata(max_bytes: int) -> Options:
+    # gRPC turns metadata away at random between its two limits, so they are the same here.
+    return [
+        ("grpc.max_metadata_size", max_bytes),
+        ("grpc.absolute_max_metadata_size", max_bytes),
+    ]
+
+
+def _keepalive(interval: float, timeout: float) -> Options:
+    # Both timeouts: the shorter one of keepalive_timeout_ms and http2.ping_timeout_ms rules in
+    # some releases of gRPC, the latter alone in others, and that is a minute by default.
+    return [
+        ("grpc.keepalive_time_ms", _milliseconds(interval)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(timeout)),
+        ("grpc.http2.ping_timeout_ms", _milliseconds(timeout)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
