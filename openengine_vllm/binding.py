@@ -1,0 +1,92 @@
+"""Opening the server's listening address, with one clear reason when that fails.
+
+gRPC itself says only that it could not bind, shares a busy TCP port unless told not to, and
+takes over a Unix socket's path from a server that still uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+import grpc
+
+from openengine_vllm.settings import ServerSettings
+
+_SOCKET_UMASK = 0o177
+
+
+class BindError(Exception):
+    """The address cannot be served; the message says why."""
+
+
+def bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
+    """Bind the server to its address and return it as clients dial it.
+
+    Raises:
+        BindError: with the reason.
+    """
+    if settings.uds is not None:
+        return _bind_uds(server, Path(settings.uds))
+    return _bind_tcp(server, settings.host, settings.port)
+
+
+def _bind_tcp(server: grpc.aio.Server, host: str, port: int) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    _try_tcp(host, port, shown)
+    try:
+        bound = server.add_insecure_port(f"{shown}:{port}")
+    except RuntimeError as error:
+        raise BindError(f"cannot listen on {shown}:{port}: {error}") from error
+    return f"{shown}:{bound}"
+
+
+def _try_tcp(host: str, port: int, shown: str) -> None:
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in addresses:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+                probe.listen(1)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise BindError(f"cannot listen on {shown}:{port}: {reason}") from error
+
+
+def _bind_uds(server: grpc.aio.Server, path: Path) -> str:
+    _clear_stale_socket(path)
+    old = os.umask(_SOCKET_UMASK)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise BindError(f"cannot listen on unix:{path}: {error}") from error
+    finally:
+        os.umask(old)
+    return f"unix:{path}"
+
+
+def _clear_stale_socket(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise BindError(f"cannot listen on unix:{path}: {path.parent} is not a directory")
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise BindError(f"cannot listen on unix:{path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(mode):
+        raise BindError(f"cannot listen on unix:{path}: the path exists and is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            return
+    raise BindError(f"cannot listen on unix:{path}: another server uses it")

@@ -1,0 +1,1 @@
+"""All contact with vLLM: start, discovery, requests, outputs. No other package imports it."""

@@ -1,0 +1,109 @@
+"""Token ids to text, one token at a time, for one output sequence.
+
+The adapter asks vLLM not to detokenize and does it here: each token's own piece of text is
+needed for ``TokenInfo.token`` anyway, and a decoder primed with the end of the prompt costs
+the same for a prompt of ten tokens and of a hundred thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+_INVALID_PREFIX = "Invalid prefix encountered"
+_REPLACEMENT = "\ufffd"
+_PRIMING_WINDOWS = (8, 64, 512, 4096)
+
+
+class TokenDecoder(Protocol):
+    """Turns one sequence's token ids into text; a character is emitted once, when whole."""
+
+    def step(self, token_id: int) -> str:
+        """The text that this token adds (empty while a character is incomplete)."""
+        ...
+
+
+class Detokenizer(Protocol):
+    """Makes a decoder for each sequence; holds what all sequences of a model share."""
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """Special tokens by id; the text leaves them out, their records carry these strings."""
+        ...
+
+    def decoder(self, prompt_ids: Sequence[int]) -> TokenDecoder:
+        """A decoder for a sequence that follows this prompt."""
+        ...
+
+
+class FastDetokenizer:
+    """Decoding by a Hugging Face ``tokenizers.Tokenizer``."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.special_tokens = {
+            token_id: token.content
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+
+    def decoder(self, prompt_ids: Sequence[int]) -> TokenDecoder:
+        """See :class:`Detokenizer`."""
+        return _FastDecoder(self._tokenizer, prompt_ids)
+
+
+class _FastDecoder:
+    __slots__ = ("_prompt_rest", "_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        clean, rest, self._prompt_rest = _split_prompt(tokenizer, prompt_ids)
+        self._stream = DecodeStream(ids=clean, skip_special_tokens=True)
+        for token_id in rest:
+            self._advance(token_id)
+
+    def step(self, token_id: int) -> str:
+        """See :class:`TokenDecoder`."""
+        text = self._advance(token_id)
+        if not text:
+            return ""
+        if self._prompt_rest:
+            text = text.removeprefix(self._prompt_rest)
+            self._prompt_rest = ""
+        return text
+
+    def _advance(self, token_id: int) -> str | None:
+        try:
+            return self._stream.step(self._tokenizer, token_id)
+        except Exception as error:
+            # The library raises a bare Exception when bytes that looked complete turn out
+            # not to be; its state is lost then, and decoding starts afresh at this token.
+            if not str(error).startswith(_INVALID_PREFIX):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._tokenizer, token_id)
+
+
+def _split_prompt(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int]
+) -> tuple[list[int], list[int], str]:
+    """Cut the end of a prompt into ids that decode cleanly, ids of an unfinished character
+    behind them, and the text that these show until it is finished.
+    """
+    for window in _PRIMING_WINDOWS:
+        tail = list(prompt_ids[-window:])
+        text = tokenizer.decode(tail)
+        if not text and window < len(prompt_ids):
+            continue
+        if not text.endswith(_REPLACEMENT):
+            return tail, [], ""
+        for length in range(len(tail) - 1, 0, -1):
+            clean = tokenizer.decode(tail[:length])
+            if clean and not clean.endswith(_REPLACEMENT) and text.startswith(clean):
+                return tail[:length], tail[length:], text[len(clean) :]
+        if window >= len(prompt_ids):
+            return [], tail, text
+    return tail, [], ""

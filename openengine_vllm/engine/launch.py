@@ -1,0 +1,87 @@
+"""From command line flags to a running ``AsyncLLM``, and back to nothing.
+
+Building the engine blocks for many seconds; callers run :func:`build_engine` in a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+import structlog
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+_log = structlog.get_logger(__name__)
+
+_GIB = 1024**3
+_CPU_KV_BYTES_MOST = 4 * _GIB
+_CPU_KV_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+
+
+def parse_engine_args(
+    argv: list[str],
+    prog: str,
+    add_server_arguments: Callable[[argparse.ArgumentParser], None],
+) -> tuple[AsyncEngineArgs, tuple[str, ...]]:
+    """Parse vLLM's engine flags, with our own beside them so that ``--config`` may set both.
+
+    Returns:
+        The arguments, and the served names: the default one first, then its aliases (vLLM's
+        own configuration keeps only the first).
+
+    Raises:
+        SystemExit: 2 and one line on stderr for a flag or value that is wrong.
+    """
+    parser = FlexibleArgumentParser(prog=prog, usage=argparse.SUPPRESS)
+    add_server_arguments(parser)
+    AsyncEngineArgs.add_cli_args(parser)
+    chosen = _cpu_defaults() if current_platform.is_cpu() else {}
+    standard_share = parser.get_default("gpu_memory_utilization")
+    parser.set_defaults(**chosen)
+    namespace = parser.parse_args(argv)
+    if namespace.gpu_memory_utilization != standard_share:
+        _leave_to_operator(namespace, chosen, "kv_cache_memory_bytes")
+    for name, value in chosen.items():
+        if getattr(namespace, name) == value:
+            _log.info("cpu default chosen", flag="--" + name.replace("_", "-"), value=value)
+    args = AsyncEngineArgs.from_cli_args(namespace)
+    names = namespace.served_model_name or [namespace.model]
+    if isinstance(names, str):
+        names = [names]
+    return args, tuple(dict.fromkeys(names))
+
+
+def engine_flags_help(
+    prog: str, add_server_arguments: Callable[[argparse.ArgumentParser], None], keyword: str
+) -> None:
+    """Print vLLM's own help for ``--help=KEYWORD`` (``all``, a group's title or a flag)."""
+    parser = FlexibleArgumentParser(prog=prog)
+    add_server_arguments(parser)
+    AsyncEngineArgs.add_cli_args(parser)
+    parser.parse_args([f"--help={keyword}"])
+
+
+def _cpu_defaults() -> dict[str, Any]:
+    """Engine settings with which a plain start succeeds on a machine without a GPU."""
+    chosen: dict[str, Any] = {"enforce_eager": True}
+    if not os.environ.get(_CPU_KV_SPACE_VARIABLE):
+        share = psutil.virtual_memory().available // 8
+        chosen["kv_cache_memory_bytes"] = min(_CPU_KV_BYTES_MOST, share)
+    return chosen
+
+
+def _leave_to_operator(namespace: argparse.Namespace, chosen: Mapping[str, Any], name: str) -> None:
+    if name in chosen and getattr(namespace, name) == chosen[name]:
+        setattr(namespace, name, None)
+
+
+def build_engine(args: AsyncEngineArgs) -> AsyncLLM:
+    """Load the model and start the engine's processes. Blocks until the engine is up."""
+    return AsyncLLM.from_engine_args(args, usage_context=UsageContext.ENGINE_CONTEXT)

@@ -1,0 +1,336 @@
+"""A GenerateRequest checked against the model, and turned into a plan that the engine can run.
+
+Pure functions: a message in, a :class:`GenerationPlan` out, or an error that names the field at
+fault and what it allows. Nothing that is not understood here reaches vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from openengine_vllm import limits
+from openengine_vllm.engine.outputs import StopRules
+from openengine_vllm.engine.stops import StopAutomaton
+from openengine_vllm.limits import RequestLimits
+from openengine_vllm.protocol import errors
+from openengine_vllm.protocol import v1 as pb
+
+SEED_MASK = (1 << 63) - 1
+"""vLLM's seeds repeat modulo 2^63 and overflow near 2^64, so they are folded beforehand."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What of the live model and engine a request is checked against."""
+
+    served_names: tuple[str, ...]
+    """The default served name first, then its aliases."""
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    vocab_size: int
+    has_tokenizer: bool
+    generates: bool
+    """False for an engine that runs a pooling model."""
+    prefix_caching: bool
+    priority_scheduling: bool
+    data_parallel_ranks: tuple[int, ...]
+    """The absolute ranks that this process serves."""
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The model's own sampling defaults (generation_config), by vLLM's parameter names."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """A request that is valid for this model; all that is left is to tokenize a text prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int] | None
+    sequences: int
+    sampling: Mapping[str, Any]
+    """Keyword arguments of vLLM's SamplingParams, without seed and max_tokens."""
+    seed: int | None
+    max_tokens: int | None
+    """As asked or as the model's default says; None means up to the context."""
+    min_tokens: int
+    rules: StopRules
+    priority: int
+    """In the contract's sense: larger is sooner."""
+    cache_salt: str | None
+    bypass_prefix_cache: bool
+    data_parallel_rank: int | None
+
+    def seed_for(self, index: int) -> int | None:
+        """The seed of one output; outputs of a seeded request differ as they do in vLLM."""
+        return None if self.seed is None else (self.seed + index) & SEED_MASK
+
+
+def plan_generation(
+    request: pb.GenerateRequest, model: ModelFacts, allowed: RequestLimits
+) -> GenerationPlan:
+    """Check every field of a request for an aggregated engine.
+
+    Raises:
+        OpenEngineError: with the path of the field at fault and what it allows.
+    """
+    if not model.generates:
+        raise errors.unsupported_task("generate")
+    request_id = check_request_id(request.request_id)
+    if request.model and request.model not in model.served_names:
+        raise errors.model_not_found(request.model)
+    _check_unsupported(request)
+    _check_metadata(request.metadata)
+    prompt, prompt_ids = _prompt(request, model)
+    sequences = _sequences(request.sampling, allowed)
+    sampling = _sampling(request.sampling, model)
+    if sequences > 1 and sampling.get("temperature", 1.0) == 0:
+        _reject("sampling.num_sequences", "must be 1 when temperature is 0 (greedy sampling)")
+    max_tokens, min_tokens = _lengths(request.stopping, model)
+    rules = _stop_rules(request.stopping, model, allowed, min_tokens)
+    kv = request.kv
+    return GenerationPlan(
+        request_id=request_id,
+        prompt=prompt,
+        prompt_ids=prompt_ids,
+        sequences=sequences,
+        sampling={
+            **sampling,
+            "stop_token_ids": sorted(rules.token_ids),
+            "ignore_eos": request.stopping.ignore_eos,
+            "min_tokens": min_tokens,
+        },
+        seed=request.sampling.seed & SEED_MASK if request.sampling.HasField("seed") else None,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        rules=rules,
+        priority=_priority(request, model),
+        cache_salt=_cache_salt(kv, model),
+        bypass_prefix_cache=kv.bypass_prefix_cache,
+        data_parallel_rank=_rank(kv, model),
+    )
+
+
+def check_request_id(request_id: str) -> str:
+    """A request id that is present, printable and not too long, or INVALID_ARGUMENT."""
+    if not 0 < len(request_id) <= limits.MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
+        _reject(
+            "request_id",
+            f"is required and takes 1 to {limits.MAX_REQUEST_ID_LENGTH} printable characters",
+        )
+    return request_id
+
+
+def check_prompt_length(length: int, min_tokens: int, field_path: str, model: ModelFacts) -> None:
+    """Reject a prompt that is empty or leaves no room for an answer in the context."""
+    if not length:
+        _reject(field_path, "must hold at least one token")
+    room = model.max_model_len - length
+    if room < 1:
+        _reject(
+            field_path,
+            f"has {length} tokens; the context of {model.max_model_len} tokens "
+            "must leave room for at least one token of output",
+        )
+    if min_tokens > room:
+        _reject(
+            "stopping.min_tokens",
+            f"is {min_tokens}, but only {room} tokens fit behind the prompt",
+        )
+
+
+def _reject(field_path: str, message: str) -> NoReturn:
+    raise errors.invalid_argument(field_path, f"{field_path} {message}")
+
+
+def _unsupported(field_path: str, message: str) -> NoReturn:
+    raise errors.unsupported_option(field_path, f"{field_path} {message}")
+
+
+def _check_unsupported(request: pb.GenerateRequest) -> None:
+    if request.HasField("kv"):
+        if request.kv.HasField("session"):
+            raise errors.role_mismatch("kv.session is for a DECODE engine; this one is AGGREGATED")
+        if _has_unknown_fields(request.kv):
+            _reject("kv", "holds fields that this revision of the schema does not define")
+    if request.media:
+        _unsupported("media", "is not supported by this server")
+    if request.lora_name:
+        _unsupported("lora_name", "is not supported by this server")
+    if request.HasField("guided"):
+        _unsupported("guided", "is not supported by this server")
+    response = request.response
+    for name in ("return_prompt_logprobs", "return_output_logprobs"):
+        if getattr(response, name):
+            _unsupported(f"response.{name}", "is not supported by this server")
+    for name in ("prompt_candidates", "output_candidates", "prompt_logprob_start"):
+        if response.HasField(name):  # type: ignore[arg-type]
+            _unsupported(f"response.{name}", "is not supported by this server")
+
+
+def _has_unknown_fields(message: Message) -> bool:
+    return len(UnknownFieldSet(message)) > 0
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > limits.MAX_METADATA_ENTRIES:
+        _reject("metadata", f"has {len(metadata)} entries; {limits.MAX_METADATA_ENTRIES} allowed")
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
+    if size > limits.MAX_METADATA_BYTES:
+        _reject("metadata", f"has {size} bytes; {limits.MAX_METADATA_BYTES} are allowed")
+
+
+def _prompt(request: pb.GenerateRequest, model: ModelFacts) -> tuple[str | None, list[int] | None]:
+    kind = request.WhichOneof("input")
+    if kind == "prompt":
+        if not model.has_tokenizer:
+            _unsupported("prompt", "needs a tokenizer; this engine takes token_ids only")
+        if not request.prompt:
+            _reject("prompt", "must not be empty")
+        return request.prompt, None
+    if kind == "token_ids":
+        ids = list(request.token_ids.ids)
+        check_prompt_length(len(ids), 0, "token_ids.ids", model)
+        _check_token_ids(ids, "token_ids.ids", model)
+        return None, ids
+    _reject("input", "is required: set prompt or token_ids")
+
+
+def _check_token_ids(ids: Iterable[int], field_path: str, model: ModelFacts) -> None:
+    largest = max(ids)
+    if largest >= model.vocab_size:
+        _reject(field_path, f"holds {largest}; token ids range from 0 to {model.vocab_size - 1}")
+
+
+def _sequences(sampling: pb.SamplingParams, allowed: RequestLimits) -> int:
+    if not sampling.HasField("num_sequences"):
+        return 1
+    if not 1 <= sampling.num_sequences <= allowed.max_sequences:
+        _reject(
+            "sampling.num_sequences",
+            f"is {sampling.num_sequences}; allowed are 1 to {allowed.max_sequences}",
+        )
+    return sampling.num_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: float
+    high: float
+    text: str
+    open_low: bool = False
+
+    def holds(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        above = value > self.low if self.open_low else value >= self.low
+        return above and value <= self.high
+
+
+_RANGES = {
+    "temperature": _Range(0, 2, "0 to 2"),
+    "top_p": _Range(0, 1, "above 0 and up to 1", open_low=True),
+    "top_k": _Range(-1, 2**31 - 1, "-1 or 0 (off) and up"),
+    "min_p": _Range(0, 1, "0 to 1"),
+    "frequency_penalty": _Range(-2, 2, "-2 to 2"),
+    "presence_penalty": _Range(-2, 2, "-2 to 2"),
+    "repetition_penalty": _Range(0, math.inf, "above 0, finite", open_low=True),
+}
+
+
+def _sampling(sampling: pb.SamplingParams, model: ModelFacts) -> dict[str, Any]:
+    values = {name: value for name, value in model.default_sampling.items() if name in _RANGES}
+    for name, allowed in _RANGES.items():
+        if not sampling.HasField(name):  # type: ignore[arg-type]
+            continue
+        value = getattr(sampling, name)
+        if not allowed.holds(value):
+            _reject(f"sampling.{name}", f"is {value}; allowed is {allowed.text}")
+        values[name] = value
+    return values
+
+
+def _lengths(stopping: pb.StoppingOptions, model: ModelFacts) -> tuple[int | None, int]:
+    max_tokens: int | None = model.default_sampling.get("max_tokens")
+    if stopping.HasField("max_tokens"):
+        max_tokens = stopping.max_tokens
+        if not max_tokens:
+            _reject("stopping.max_tokens", "is 0; it must be at least 1 when present")
+    longest = model.max_model_len - 1
+    if stopping.min_tokens > longest:
+        _reject("stopping.min_tokens", f"is {stopping.min_tokens}; the context allows {longest}")
+    if max_tokens is not None and stopping.min_tokens > max_tokens:
+        _reject(
+            "stopping.min_tokens",
+            f"is {stopping.min_tokens}, which is more than max_tokens ({max_tokens})",
+        )
+    return max_tokens, stopping.min_tokens
+
+
+def _stop_rules(
+    stopping: pb.StoppingOptions, model: ModelFacts, allowed: RequestLimits, min_tokens: int
+) -> StopRules:
+    if len(stopping.conditions) > allowed.max_stop_conditions:
+        _reject(
+            "stopping.conditions",
+            f"has {len(stopping.conditions)} entries; {allowed.max_stop_conditions} are allowed",
+        )
+    texts: list[str] = []
+    token_ids: set[int] = set()
+    for position, condition in enumerate(stopping.conditions):
+        path = f"stopping.conditions[{position}]"
+        kind = condition.WhichOneof("condition")
+        if kind == "stop_text":
+            if not condition.stop_text:
+                _reject(f"{path}.stop_text", "must not be empty")
+            if not model.has_tokenizer:
+                _unsupported(f"{path}.stop_text", "needs a tokenizer; this engine has none")
+            texts.append(condition.stop_text)
+        elif kind == "stop_token_id":
+            _check_token_ids((condition.stop_token_id,), f"{path}.stop_token_id", model)
+            token_ids.add(condition.stop_token_id)
+        else:
+            _reject(path, "must set stop_text or stop_token_id")
+    size = sum(len(text.encode()) for text in texts)
+    if size > allowed.max_stop_bytes:
+        _reject(
+            "stopping.conditions",
+            f"hold {size} bytes of stop text; {allowed.max_stop_bytes} are allowed",
+        )
+    return StopRules(
+        automaton=StopAutomaton(texts) if texts else None,
+        token_ids=frozenset(token_ids),
+        include_in_output=stopping.include_stop_in_output,
+        min_tokens=min_tokens,
+    )
+
+
+def _priority(request: pb.GenerateRequest, model: ModelFacts) -> int:
+    if request.priority and not model.priority_scheduling:
+        _unsupported("priority", "needs an engine with --scheduling-policy priority")
+    return request.priority
+
+
+def _cache_salt(kv: pb.KvOptions, model: ModelFacts) -> str | None:
+    if not kv.cache_salt:
+        return None
+    size = len(kv.cache_salt.encode())
+    if size > limits.MAX_CACHE_SALT_BYTES:
+        _reject("kv.cache_salt", f"has {size} bytes; {limits.MAX_CACHE_SALT_BYTES} are allowed")
+    if not model.prefix_caching:
+        _unsupported("kv.cache_salt", "needs prefix caching, which is off")
+    return kv.cache_salt
+
+
+def _rank(kv: pb.KvOptions, model: ModelFacts) -> int | None:
+    if not kv.HasField("data_parallel_rank"):
+        return None
+    if kv.data_parallel_rank not in model.data_parallel_ranks:
+        ranks = ", ".join(map(str, model.data_parallel_ranks))
+        _reject("kv.data_parallel_rank", f"is {kv.data_parallel_rank}; this engine serves {ranks}")
+    return kv.data_parallel_rank

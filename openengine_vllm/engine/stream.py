@@ -1,0 +1,191 @@
+"""A Generate request that the engine has accepted: its outputs, merged into one stream.
+
+Each output sequence is an engine request of its own. That is what vLLM does inside for n > 1
+as well; doing it here lets each sequence end by itself when a stop text is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from openengine_vllm.engine.outputs import Finish, SequenceOutput, Step, StopKind, StopMatch
+from openengine_vllm.protocol import errors
+from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.generation_encoding import GenerationEncoder
+from openengine_vllm.registry import EndReason
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+_FINISH = {
+    "stop": Finish.STOP,
+    "length": Finish.LENGTH,
+    "abort": Finish.ABORT,
+    "repetition": Finish.LENGTH,
+}
+_REASONS = {
+    Finish.STOP: pb.FINISH_REASON_STOP,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.ABORT: pb.FINISH_REASON_CANCELLED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class RunningSequence:
+    """One output of the request while it runs."""
+
+    index: int
+    engine_id: str
+    collector: RequestOutputCollector
+    output: SequenceOutput
+
+
+class GenerationStream:
+    """The events of one accepted request, as serialised GenerateResponse messages.
+
+    Args:
+        sequences: one an output, already accepted by the engine.
+        encoder: serialises the events.
+        prompt_tokens: length of the prompt.
+        reports_cache: whether usage tells cached prompt tokens (prefix caching is on).
+        abort: tells the engine to drop requests, by engine id; returns at once.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[RunningSequence],
+        encoder: GenerationEncoder,
+        *,
+        prompt_tokens: int,
+        reports_cache: bool,
+        abort: Callable[[Sequence[str]], None],
+    ) -> None:
+        self._all = tuple(sequences)
+        self._live = list(sequences)
+        self._encoder = encoder
+        self._prompt_tokens = prompt_tokens
+        self._reports_cache = reports_cache
+        self._abort = abort
+        self._cached_tokens = 0
+        self._end_reason: EndReason | None = None
+        self._wake = asyncio.Event()
+        self._wake.set()
+        for sequence in sequences:
+            sequence.collector.ready = self._wake
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated so far, over all outputs."""
+        return sum(sequence.output.generated for sequence in self._all)
+
+    def end(self, reason: EndReason) -> None:
+        """Have the stream end now; :meth:`next` gives the last events."""
+        self._end_reason = reason
+        self._wake.set()
+
+    def close(self) -> None:
+        """Drop whatever still runs in the engine. Safe to call at any time, any number of times."""
+        if self._live:
+            self._abort([sequence.engine_id for sequence in self._live])
+            self._live.clear()
+
+    async def next(self) -> list[bytes]:
+        """Wait for the next events; an empty list means that the stream has ended."""
+        while self._live:
+            await self._wake.wait()
+            self._wake.clear()
+            if messages := self._collect():
+                return messages
+        return []
+
+    def _collect(self) -> list[bytes]:
+        messages: list[bytes] = []
+        try:
+            for sequence in tuple(self._live):
+                output = cast("RequestOutput | None", sequence.collector.get_nowait())
+                if output is not None:
+                    self._take(sequence, output, messages)
+        except errors.OpenEngineError as error:
+            self._fail(error, messages)
+        except Exception:  # whatever vLLM hands over here means that its engine is gone
+            self._fail(errors.engine_dead(), messages)
+        if self._end_reason is not None and self._live:
+            self._end_early(self._end_reason, messages)
+        return messages
+
+    def _take(
+        self, sequence: RunningSequence, output: RequestOutput, messages: list[bytes]
+    ) -> None:
+        if sequence.index == 0 and output.num_cached_tokens:
+            self._cached_tokens = output.num_cached_tokens
+        completion = output.outputs[0]
+        reason = completion.finish_reason
+        if reason is None:
+            finish = None
+        elif (finish := _FINISH.get(reason)) is None:
+            raise errors.internal(f"the engine ended the request with {reason!r}")
+        elif finish is Finish.ABORT and self._end_reason is None:
+            raise errors.engine_dead("the engine aborted the request")
+        step = sequence.output.feed(completion.token_ids, finish)
+        if step.finish is not None and finish is None:
+            self._abort([sequence.engine_id])
+        self._emit(sequence, step, messages)
+
+    def _emit(self, sequence: RunningSequence, step: Step, messages: list[bytes]) -> None:
+        if step.tokens or step.text:
+            records = [pb.TokenInfo(token_id=t.token_id, token=t.text) for t in step.tokens]
+            messages.append(self._encoder.token(sequence.index, records, step.text))
+        if step.finish is None:
+            return
+        self._live.remove(sequence)
+        messages.append(
+            self._encoder.finished(
+                sequence.index,
+                _REASONS[step.finish],
+                None if step.stop_match is None else _stop_match(step.stop_match),
+                None if self._live else self._usage(),
+            )
+        )
+
+    def _end_early(self, reason: EndReason, messages: list[bytes]) -> None:
+        live = tuple(self._live)
+        self._abort([sequence.engine_id for sequence in live])
+        if reason is EndReason.ABORTED:
+            for sequence in live:
+                self._emit(sequence, sequence.output.end(Finish.ABORT), messages)
+            return
+        self._fail(_END_ERRORS[reason](), messages)
+
+    def _fail(self, error: errors.OpenEngineError, messages: list[bytes]) -> None:
+        self.close()
+        messages.append(self._encoder.error(errors.to_proto(error), self._usage()))
+
+    def _usage(self) -> pb.Usage:
+        completion_tokens = self.generated_tokens
+        usage = pb.Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=self._prompt_tokens + completion_tokens,
+        )
+        if self._reports_cache:
+            usage.cached_prompt_tokens = self._cached_tokens
+        return usage
+
+
+_END_ERRORS: dict[EndReason, Callable[[], errors.OpenEngineError]] = {
+    EndReason.DRAINED: errors.draining,
+    EndReason.STALLED: lambda: errors.overloaded("the client stopped reading its stream"),
+    EndReason.ENGINE_DEAD: errors.engine_dead,
+}
+
+
+def _stop_match(match: StopMatch) -> pb.StopMatch:
+    if match.kind is StopKind.TEXT:
+        return pb.StopMatch(stop_text=str(match.value))
+    if match.kind is StopKind.TOKEN:
+        return pb.StopMatch(stop_token_id=int(match.value))
+    return pb.StopMatch(eos_token_id=int(match.value))

@@ -1,0 +1,33 @@
+"""The sizes and counts that bound what one request may ask for, in one place.
+
+Every limit is stated in the message of the rejection that enforces it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_REQUEST_ID_LENGTH = 256
+"""Characters in a request id."""
+MAX_METADATA_ENTRIES = 64
+"""Entries in ``GenerateRequest.metadata``."""
+MAX_METADATA_BYTES = 16 * 1024
+"""Bytes of all metadata keys and values together, in UTF-8."""
+MAX_CACHE_SALT_BYTES = 1024
+"""Bytes of ``kv.cache_salt``, in UTF-8."""
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The limits on one request that an operator can set."""
+
+    max_sequences: int = 128
+    """Largest ``sampling.num_sequences``."""
+    max_stop_conditions: int = 256
+    """Entries in ``stopping.conditions``."""
+    max_stop_bytes: int = 16 * 1024
+    """Bytes of all stop texts together, in UTF-8."""
+    max_response_bytes: int = 4 * MIB
+    """Bytes of one response message; gRPC clients take 4 MiB unless told otherwise."""

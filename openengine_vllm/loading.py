@@ -1,0 +1,42 @@
+"""The whole way from flags to a live engine and what it tells of itself, in one blocking call."""
+
+from __future__ import annotations
+
+import sys
+
+from openengine_vllm.demo_model import ensure_demo_model
+from openengine_vllm.engine.discovery import engine_info, has_chat_template, model_facts, model_info
+from openengine_vllm.engine.launch import build_engine, parse_engine_args
+from openengine_vllm.engine.runtime import Engine
+from openengine_vllm.lifecycle import Serving
+from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.settings import DEMO_MODEL, ServerSettings, add_server_arguments
+
+
+def load_engine(
+    argv: list[str], prog: str, settings: ServerSettings, instance_id: str, version: str
+) -> Serving:
+    """Parse the engine's flags, load the model and start the engine's processes.
+
+    Raises:
+        SystemExit: a flag is wrong; argparse has said so on stderr.
+        Exception: whatever vLLM raises when it cannot start.
+    """
+    args, served_names = parse_engine_args(argv, prog, add_server_arguments)
+    args.served_model_name = list(served_names)
+    if args.model == DEMO_MODEL:
+        args.model = str(ensure_demo_model(None, _to_stderr))
+    llm = build_engine(args)
+    facts = model_facts(llm, served_names)
+    return Serving(
+        engine=Engine(llm, facts),
+        engine_info=engine_info(
+            llm.vllm_config, facts, instance_id, pb.ENGINE_ROLE_AGGREGATED, version
+        ),
+        model_info=model_info(llm.vllm_config, facts, settings.limits),
+        has_chat_template=has_chat_template(llm),
+    )
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

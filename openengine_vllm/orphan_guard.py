@@ -1,0 +1,93 @@
+"""Kills the engine's processes when the server is killed outright.
+
+vLLM's engine does not notice that its parent is gone and would keep the model's memory. The
+server runs this file as a small process of its own (standard library only), which waits on a
+pipe that closes with the server, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+_POLL_SECONDS = 1.0
+_EXIT_SECONDS = 5.0
+
+
+class OrphanGuard:
+    """Context in which no process below this one outlives it."""
+
+    def __enter__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", __file__, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._process.communicate(timeout=_EXIT_SECONDS)
+
+
+def _children() -> dict[int, list[int]]:
+    """Process ids by their parent's, of all processes that can be read."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            # The name in parentheses may hold anything; the parent is the second field after it.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    return children
+
+
+def _birth(pid: int) -> str | None:
+    """When a process started, so that a number used again is not taken for the old process."""
+    with contextlib.suppress(OSError):
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[19]
+    return None
+
+
+def _descendants(roots: list[int]) -> set[int]:
+    children, found = _children(), set[int]()
+    while roots:
+        for child in children.get(roots.pop(), ()):
+            found.add(child)
+            roots.append(child)
+    return found
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    # It removes the shared memory of the killed by itself, once all of them are gone.
+    with contextlib.suppress(OSError):
+        return b"resource_tracker" in (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    return True
+
+
+def _guard(server: int) -> None:
+    births: dict[int, str] = {}
+    while not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+        for pid in _descendants([server]) - births.keys() - {os.getpid()}:
+            birth = _birth(pid)
+            if birth is not None:
+                births[pid] = birth
+    alive = {pid for pid, birth in births.items() if _birth(pid) == birth}
+    for pid in alive | _descendants(list(alive)):
+        if not _is_resource_tracker(pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _guard(int(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""The RPC handlers: validate, admit, call down, stream back."""

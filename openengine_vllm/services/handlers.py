@@ -1,0 +1,80 @@
+"""Binds the service's methods to handlers, and gives every error its one transport.
+
+Every method of the schema is registered: one without an implementation answers UNIMPLEMENTED
+by name. Streaming handlers write serialised messages themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import structlog
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from openengine_vllm.protocol import errors
+
+_log = structlog.get_logger(__name__)
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Handler = Callable[[Any, Context], Awaitable[Any]]
+"""Takes the request; a unary one returns the response, a streaming one writes bytes."""
+
+
+def service_handler(
+    service: ServiceDescriptor, handlers: Mapping[str, Handler]
+) -> grpc.GenericRpcHandler:
+    """A handler for all methods of ``service``; ``handlers`` is keyed by method name."""
+    unknown = handlers.keys() - {method.name for method in service.methods}
+    if unknown:
+        raise ValueError(f"{service.full_name} has no methods {sorted(unknown)}")
+    return grpc.method_handlers_generic_handler(
+        service.full_name,
+        {method.name: _method(method, handlers.get(method.name)) for method in service.methods},
+    )
+
+
+def _method(method: MethodDescriptor, handler: Handler | None) -> grpc.RpcMethodHandler[Any, Any]:
+    if handler is None:
+        handler = _unimplemented(method.name)
+    guarded = _guard(method.name, handler)
+    parse = GetMessageClass(method.input_type).FromString
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(guarded, parse, None)
+    return grpc.unary_unary_rpc_method_handler(guarded, parse, _serialize)
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _unimplemented(name: str) -> Handler:
+    async def handler(request: Message, context: Context) -> NoReturn:
+        raise errors.unimplemented(name)
+
+    return handler
+
+
+def _guard(name: str, handler: Handler) -> Handler:
+    async def guarded(request: Message, context: Context) -> Any:
+        try:
+            return await handler(request, context)
+        except errors.OpenEngineError as error:
+            await abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            _log.exception("handler failed", rpc=name, error=type(error).__name__)
+            await abort(context, errors.internal())
+
+    return guarded
+
+
+async def abort(context: Context, error: errors.OpenEngineError) -> NoReturn:
+    """Reject a call: gRPC status plus the EngineError as its rich detail."""
+    await context.abort(error.status, error.message, error.trailing_metadata())
+    raise AssertionError("abort raises")

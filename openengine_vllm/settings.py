@@ -1,0 +1,204 @@
+"""The server's own command line: flags, defaults and their meaning, apart from vLLM's."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from openengine_vllm.limits import MIB, RequestLimits
+
+DEMO_MODEL = "demo"
+"""The value of ``--model`` that means the embedded demo model."""
+DEFAULT_PORT = 50051
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What the operator asked of the server; see the flags' help for each."""
+
+    host: str
+    port: int
+    uds: str | None
+    drain_timeout: float
+    stall_timeout: float
+    probe_timeout: float
+    max_concurrent_requests: int
+    max_request_bytes: int
+    limits: RequestLimits
+    reflection: str
+    exit_on_engine_death: bool
+    log_level: str
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return (
+            self.uds is not None
+            or self.host in ("localhost", "::1")
+            or (self.host.startswith("127."))
+        )
+
+    @property
+    def reflects(self) -> bool:
+        """Whether the server describes its services to whoever asks."""
+        return self.reflection == "on" or (self.reflection == "auto" and self.loopback)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the server's own flags, grouped."""
+    defaults = RequestLimits()
+    listen = parser.add_argument_group("listening", "where clients connect")
+    listen.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1)")
+    listen.add_argument(
+        "--port",
+        type=_port,
+        default=DEFAULT_PORT,
+        help=f"TCP port ({DEFAULT_PORT}); 0 picks a free one, the ready line tells it",
+    )
+    listen.add_argument(
+        "--uds", metavar="PATH", help="serve on this Unix-domain socket instead of TCP"
+    )
+    listen.add_argument(
+        "--reflection",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="gRPC server reflection; auto: on where only this machine can connect (auto)",
+    )
+    life = parser.add_argument_group("lifecycle", "starting, draining, dying")
+    life.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="seconds that running streams get to finish after SIGTERM or SIGINT (30)",
+    )
+    life.add_argument(
+        "--stall-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="seconds after which a stream that its client does not read is aborted (30)",
+    )
+    life.add_argument(
+        "--probe-timeout",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="seconds after which an engine that does not answer a probe counts as hung (10)",
+    )
+    life.add_argument(
+        "--exit-on-engine-death",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="exit with status 1 when the engine dies, so that a supervisor restarts it (on)",
+    )
+    bounds = parser.add_argument_group("limits", "what clients may ask for")
+    bounds.add_argument(
+        "--max-concurrent-requests",
+        type=_positive,
+        default=8192,
+        metavar="N",
+        help="sequences that may be live at once; more are refused at once (8192)",
+    )
+    bounds.add_argument(
+        "--max-sequences",
+        type=_positive,
+        default=defaults.max_sequences,
+        metavar="N",
+        help=f"largest num_sequences of one request ({defaults.max_sequences})",
+    )
+    bounds.add_argument(
+        "--max-request-bytes",
+        type=_positive,
+        default=64 * MIB,
+        metavar="N",
+        help="largest request message (64 MiB)",
+    )
+    bounds.add_argument(
+        "--max-response-bytes",
+        type=_positive,
+        default=defaults.max_response_bytes,
+        metavar="N",
+        help="largest response message (4 MiB, what gRPC clients take by default)",
+    )
+    logs = parser.add_argument_group("logging")
+    logs.add_argument(
+        "--server-log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="the server's own log on stderr; --log-level is vLLM's (info)",
+    )
+
+
+def server_settings(namespace: argparse.Namespace) -> ServerSettings:
+    """The settings that these parsed flags mean."""
+    return ServerSettings(
+        host=namespace.host,
+        port=namespace.port,
+        uds=namespace.uds,
+        drain_timeout=namespace.drain_timeout,
+        stall_timeout=namespace.stall_timeout,
+        probe_timeout=namespace.probe_timeout,
+        max_concurrent_requests=namespace.max_concurrent_requests,
+        max_request_bytes=namespace.max_request_bytes,
+        limits=RequestLimits(
+            max_sequences=namespace.max_sequences,
+            max_response_bytes=namespace.max_response_bytes,
+        ),
+        reflection=namespace.reflection,
+        exit_on_engine_death=namespace.exit_on_engine_death,
+        log_level=namespace.server_log_level,
+    )
+
+
+def config_values(path: Path) -> dict[str, Any]:
+    """The entries of a ``--config`` file, keyed as argparse keys them.
+
+    Raises:
+        ValueError: the file cannot be read or is not a YAML mapping.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--config takes a .yaml or .yml file, not {path.name}")
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path}: not valid YAML") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"--config {path}: must hold a mapping of flags to values")
+    return {str(key).replace("-", "_"): value for key, value in loaded.items()}
+
+
+def _port(text: str) -> int:
+    return _integer(text, 0, 65535)
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1, 2**31 - 1)
+
+
+def _integer(text: str, low: int, high: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+    return value
