@@ -82,12 +82,14 @@ def client_options(
     How large a response may be is the server's to decide, so by default the client takes any.
     A call whose server has vanished ends with UNAVAILABLE
     `keepalive_seconds + keepalive_timeout_seconds` after it fell silent; a server that answers
-    pings may stay silent for as long as a prefill takes. A server that counts pings, as gRPC's
+    pings may stay silent for as long as a prefill takes. An engine is reached directly, so the
+    environment's HTTP proxy isn't used. A server that counts pings, as gRPC's
     do unless they are told otherwise, wants `keepalive_seconds` of at least 300.
     """
     return [
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", max_send_bytes),
+        ("grpc.enable_http_proxy", 0),
         ("grpc.max_reconnect_backoff_ms", _milliseconds(CLIENT_MAX_RECONNECT_BACKOFF_SECONDS)),
         # Without this a client stops pinging after two pings that no data came between.
         ("grpc.http2.max_pings_without_data", 0),
@@ -105,8 +107,8 @@ def _metadata(max_bytes: int) -> Options:
 
 
 def _keepalive(interval: float, timeout: float) -> Options:
-    # Both timeouts: the shorter one of keepalive_timeout_ms and http2.ping_timeout_ms rules in
-    # some releases of gRPC, the latter alone in others, and that is a minute by default.
+    # The first timeout is TCP's, for bytes that the other host doesn't acknowledge; the second
+    # one, a minute by default, is for the answer to a ping.
     return [
         ("grpc.keepalive_time_ms", _milliseconds(interval)),
         ("grpc.keepalive_timeout_ms", _milliseconds(timeout)),

@@ -1,0 +1,163 @@
+"""What all commands share: how they reach an engine, and how they end.
+
+Every way to end has its exit code and at most one line on standard error, so that scripts can
+tell them apart and people aren't shown a traceback for a server that is down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
+from openengine_vllm.client import DEFAULT_TARGET, Client, OpenEngineError
+
+SUCCESS: Final = 0
+RPC_FAILED: Final = 1
+USAGE: Final = 2
+NOT_READY: Final = 3
+INTERRUPTED: Final = 130
+BROKEN_PIPE: Final = 141
+
+TARGET_VARIABLE: Final = "OPENENGINE_TARGET"
+API_KEY_VARIABLE: Final = "OPENENGINE_API_KEY"
+
+
+class UsageError(Exception):
+    """A command line that argparse can't find wrong; the message says what is."""
+
+
+def add_connection_arguments(
+    parser: argparse.ArgumentParser, *, timeout: float | None = None
+) -> None:
+    """Declares the options that `open_client` reads, with this default for `--timeout`."""
+    group = parser.add_argument_group("connection")
+    group.add_argument(
+        "--target",
+        default=os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET,
+        help=f"HOST:PORT or unix:PATH (environment: {TARGET_VARIABLE}; default: %(default)s)",
+    )
+    group.add_argument(
+        "--timeout",
+        type=_positive_seconds,
+        default=timeout,
+        metavar="SECONDS",
+        help="deadline of the RPC " + ("(default: %(default)g)" if timeout else "(default: none)"),
+    )
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file that holds the API key (environment, for the key itself: {API_KEY_VARIABLE})",
+    )
+    group.add_argument("--tls", action="store_true", help="use TLS, with the system's authorities")
+    group.add_argument("--tls-ca", type=Path, metavar="FILE", help="authorities to trust, PEM")
+    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="client certificate, PEM")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="key of the certificate, PEM")
+    group.add_argument(
+        "--tls-server-name", metavar="NAME", help="name that the server's certificate must have"
+    )
+
+
+def open_client(args: argparse.Namespace) -> Client:
+    """A client as the connection options say. Raises UsageError."""
+    options = []
+    if args.tls_server_name is not None:
+        options.append(("grpc.ssl_target_name_override", args.tls_server_name))
+    try:
+        return Client(
+            args.target,
+            credentials=_credentials(args),
+            api_key=_api_key(args),
+            timeout=args.timeout,
+            options=options,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def run_command(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Runs a command's coroutine and turns every way to end into an exit code."""
+    try:
+        code = asyncio.run(main())
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except UsageError as error:
+        _complain(str(error))
+        return USAGE
+    except OpenEngineError as error:
+        _complain(describe(error))
+        return RPC_FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes what is left when it exits, and must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def describe(error: OpenEngineError) -> str:
+    """An error in one line: code, message, field, and whether to try again."""
+    text = f"{error.code_name}: {error.message}"
+    if error.field is not None:
+        text += f" (field {error.field})"
+    if error.retry_after_ms is not None:
+        text += f" (try again after {error.retry_after_ms} ms)"
+    elif error.retryable:
+        text += " (try again later)"
+    return text
+
+
+def print_json(message: Message) -> None:
+    """Prints a message as one line of JSON, with the contract's field names."""
+    value = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def _complain(text: str) -> None:
+    print("error:", " ".join(text.split()), file=sys.stderr)
+
+
+def _credentials(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
+    if not (args.tls or args.tls_ca or args.tls_cert or args.tls_key or args.tls_server_name):
+        return None
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise UsageError("--tls-cert and --tls-key go together")
+    return grpc.ssl_channel_credentials(
+        root_certificates=_read(args.tls_ca),
+        private_key=_read(args.tls_key),
+        certificate_chain=_read(args.tls_cert),
+    )
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    content = _read(args.api_key_file)
+    if content is None:
+        return os.environ.get(API_KEY_VARIABLE) or None
+    return content.decode("utf-8", "replace").strip()
+
+
+def _read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError("must be greater than 0")
+    return seconds
