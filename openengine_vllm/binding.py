@@ -17,6 +17,7 @@ import grpc
 from openengine_vllm.settings import ServerSettings
 
 _SOCKET_UMASK = 0o177
+_SOCKET_PATH_BYTES = 107
 
 
 class BindError(Exception):
@@ -72,6 +73,10 @@ def _bind_uds(server: grpc.aio.Server, path: Path) -> str:
 
 
 def _clear_stale_socket(path: Path) -> None:
+    if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+        raise BindError(
+            f"cannot listen on unix:{path}: the path is longer than {_SOCKET_PATH_BYTES} bytes"
+        )
     if not path.parent.is_dir():
         raise BindError(f"cannot listen on unix:{path}: {path.parent} is not a directory")
     try:

@@ -11,11 +11,13 @@ import contextlib
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from openengine_vllm import __version__
 from openengine_vllm.settings import (
     DEFAULT_PORT,
     DEMO_MODEL,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from openengine_vllm.lifecycle import Serving
 
 PROG = "openengine-vllm"
+_SOCKET_FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
 
 _DESCRIPTION = """Serve a model with vLLM over the OpenEngine gRPC contract (openengine.v1).
 
@@ -38,9 +41,8 @@ _DESCRIPTION = """Serve a model with vLLM over the OpenEngine gRPC contract (ope
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    first = arguments[0] if arguments else "--help"
-    if not first.startswith("-"):
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if not arguments[0].startswith("-"):
         return _command(arguments)
     if "--version" in arguments:
         print(_version())
@@ -61,7 +63,7 @@ def _command(arguments: list[str]) -> int:
 
 
 def _version() -> str:
-    lines = [f"{PROG} {metadata.version('openengine-vllm')}"]
+    lines = [f"{PROG} {__version__}"]
     version = vllm_version()
     lines.append(f"vllm {version}" if version else "vllm is not installed")
     return "\n".join(lines)
@@ -139,14 +141,15 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _normalise(arguments: Sequence[str]) -> list[str]:
-    """Flags in one spelling: dashes for underscores, and ``--config FILE`` as two words
-    (vLLM's parser ignores the form with an equals sign).
+    """Flags in one spelling: dashes for underscores (not in the key of ``--flag.some_key``),
+    and ``--config FILE`` as two words (vLLM's parser ignores the form with an equals sign).
     """
     result = []
     for argument in arguments:
         if argument.startswith("--"):
             flag, equals, value = argument.partition("=")
-            flag = flag.replace("_", "-")
+            name, dot, key = flag.partition(".")
+            flag = name.replace("_", "-") + dot + key
             result += [flag, value] if flag == "--config" and equals else [flag + equals + value]
         else:
             result.append(argument)
@@ -174,14 +177,21 @@ def _parse(arguments: list[str]) -> ServerSettings:
 
 def _config_flags(parser: argparse.ArgumentParser, values: dict[str, Any]) -> list[str]:
     """The entries of a config file that are ours, as flags in front of the given ones."""
-    own = {action.dest for action in parser._actions} - {"served_model_name", "model", "config"}
+    given_elsewhere = {"served_model_name", "model", "config", "help", "version"}
     flags = []
-    for name in sorted(own & values.keys()):
+    for action in sorted(parser._actions, key=lambda action: action.dest):
+        name = action.dest
+        if name not in values or name in given_elsewhere:
+            continue
         flag, value = "--" + name.replace("_", "-"), values[name]
-        if isinstance(value, bool):
+        switch = isinstance(action, argparse.BooleanOptionalAction)
+        if switch and isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag.removeprefix("--"))
-        else:
+        elif isinstance(value, str | int | float) and not isinstance(value, bool):
             flags.append(f"{flag}={value}")
+        else:
+            hint = " (YAML reads on and off as booleans: quote them)" if action.choices else ""
+            parser.error(f"--config: {name} cannot be {value!r}{hint}")
     return flags
 
 
@@ -194,7 +204,9 @@ def _take_over_stdout() -> Callable[[str], None]:
     os.dup2(2, 1)
 
     def announce(line: str) -> None:
-        print(line, file=own, flush=True)
+        # Whoever started the server may have stopped reading, as `head -1` does.
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=own, flush=True)
 
     return announce
 
@@ -217,8 +229,7 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
         except SystemExit as exit_:
             raise StartError("", int(exit_.code or 0)) from None
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise StartError(f"cannot start the engine: {reason}") from error
+            raise StartError(f"cannot start the engine: {_reason(error)}") from error
 
     def on_ready(address: str, serving: Serving) -> None:
         info = serving.engine_info
@@ -232,7 +243,7 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
         return await Server(settings, load, on_ready).run()
 
     try:
-        with OrphanGuard():
+        with OrphanGuard(_scratch_folder()):
             status = uvloop.run(serve())
     except BindError as error:
         return _fail(str(error))
@@ -240,6 +251,28 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
         status = _fail(str(error), error.code)
     _leave(status)
     return None
+
+
+def _reason(error: Exception) -> str:
+    """One line on why vLLM does not start."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}".removeprefix(": ")
+            for item in error.errors()
+        )
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _scratch_folder() -> Path:
+    """A folder of our own for the sockets between vLLM's processes, which it leaves behind.
+
+    Its name is short because the path of a socket may have 107 bytes and vLLM adds 37.
+    """
+    folder = tempfile.mkdtemp(prefix="oe-", dir=os.environ.get(_SOCKET_FOLDER_VARIABLE))
+    os.environ[_SOCKET_FOLDER_VARIABLE] = folder
+    return Path(folder)
 
 
 def _leave(status: int) -> NoReturn:

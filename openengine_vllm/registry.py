@@ -22,8 +22,6 @@ class EndReason(enum.Enum):
     """A caller's Abort: unfinished outputs finish as CANCELLED."""
     DRAINED = "drained"
     """The drain's deadline passed: the stream fails with DRAINING."""
-    STALLED = "stalled"
-    """Its client stopped reading: the stream fails with OVERLOADED."""
     ENGINE_DEAD = "engine_dead"
     """The engine is gone: the stream fails with INTERNAL, retryable."""
 
@@ -129,7 +127,7 @@ class RequestRegistry:
         """Close a request that was never accepted, so that its id leaves no trace."""
         if not entry.closed:
             self.close(entry)
-            del self._ended[entry.request_id]
+            self._ended.pop(entry.request_id, None)
 
     def find(self, request_id: str) -> Entry | None:
         """The live request of this id, if there is one."""

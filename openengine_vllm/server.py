@@ -12,6 +12,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 import grpc
@@ -32,6 +33,7 @@ from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.reflection import add_reflection
+from openengine_vllm.services.stalls import StallWatch
 from openengine_vllm.settings import ServerSettings
 
 _log = structlog.get_logger(__name__)
@@ -71,9 +73,12 @@ class Server:
         self._load = load
         self._on_ready = on_ready
         self._instance_id = uuid.uuid4().hex
-        self._lifecycle = Lifecycle()
-        self._registry = RequestRegistry(settings.max_concurrent_requests)
+        self.lifecycle = Lifecycle()
+        """The state, and the live engine once there is one."""
+        self.registry = RequestRegistry(settings.max_concurrent_requests)
+        """The live requests."""
         self._probe = InferenceProbe(settings.probe_timeout)
+        self._stalls = StallWatch(settings.stall_timeout)
         self._health = HealthServicer()
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -92,10 +97,12 @@ class Server:
         _log.info("listening", address=address, instance=self._instance_id)
         if not self._settings.loopback:
             _log.warning("anyone who can reach the address can use the engine", address=address)
+        watching = asyncio.ensure_future(self._stalls.run())
         with self._signals():
             try:
                 return await self._serve(address)
             finally:
+                watching.cancel()
                 await grpc_server.stop(_FLUSH_SECONDS)
 
     def _build(self) -> grpc.aio.Server:
@@ -106,10 +113,10 @@ class Server:
                 max_send_bytes=settings.limits.max_response_bytes,
             )
         )
-        generate = GenerateService(self._lifecycle, self._registry, settings.limits)
-        discovery = DiscoveryService(self._lifecycle)
+        generate = GenerateService(self.lifecycle, self.registry, settings.limits, self._stalls)
+        discovery = DiscoveryService(self.lifecycle)
         control = ControlService(
-            self._lifecycle, self._registry, self._probe, pb.ENGINE_ROLE_AGGREGATED
+            self.lifecycle, self.registry, self._probe, pb.ENGINE_ROLE_AGGREGATED
         )
         handlers: dict[str, Handler] = {
             "Generate": generate.generate,
@@ -129,7 +136,7 @@ class Server:
         if serving is None:
             return 0
         try:
-            self._lifecycle.ready(serving)
+            self.lifecycle.ready(serving)
             await self._report_health()
             self._on_ready(address, serving)
             died = await self._until_stop_or_death(serving)
@@ -180,6 +187,8 @@ class Server:
         def load() -> None:
             # The engine's processes inherit this mask: a Ctrl-C in the terminal reaches them
             # too, and must not kill the engine under streams that are still to finish.
+            # Python's resource tracker is started first, for its start undoes the mask.
+            resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             outcome: tuple[Serving | None, BaseException | None]
             try:
@@ -195,17 +204,17 @@ class Server:
     async def _until_stop_or_death(self, serving: Serving) -> bool:
         """Wait; true when the engine has died and the process is to follow it."""
         while not self._stop.is_set():
-            if serving.engine.dead and self._lifecycle.state != pb.HEALTH_STATE_NOT_READY:
+            if serving.engine.dead and self.lifecycle.state != pb.HEALTH_STATE_NOT_READY:
                 await self._engine_died()
                 if self._settings.exit_on_engine_death:
                     return True
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _DEATH_POLL_SECONDS)
-        return self._lifecycle.state == pb.HEALTH_STATE_NOT_READY
+        return self.lifecycle.state == pb.HEALTH_STATE_NOT_READY
 
     async def _engine_died(self) -> None:
-        _log.error("the engine has died", live_requests=len(self._registry))
-        self._lifecycle.fail()
+        _log.error("the engine has died", live_requests=len(self.registry))
+        self.lifecycle.fail()
         await self._report_health()
         self._end_all(EndReason.ENGINE_DEAD)
 
@@ -216,9 +225,9 @@ class Server:
                 await asyncio.wait_for(self._stop.wait(), _DEATH_LINGER_SECONDS)
 
     async def _drain(self) -> None:
-        self._lifecycle.drain()
+        self.lifecycle.drain()
         await self._report_health()
-        _log.info("draining", live_requests=len(self._registry))
+        _log.info("draining", live_requests=len(self.registry))
         idle = asyncio.ensure_future(self._idle())
         now = asyncio.ensure_future(self._stop_now.wait())
         with contextlib.suppress(TimeoutError):
@@ -226,26 +235,26 @@ class Server:
                 await _first(idle, now)
         idle.cancel()
         now.cancel()
-        if len(self._registry):
-            _log.warning("ending what did not finish", live_requests=len(self._registry))
+        if len(self.registry):
+            _log.warning("ending what did not finish", live_requests=len(self.registry))
             self._end_all(EndReason.DRAINED)
 
     async def _idle(self) -> None:
         changed = asyncio.Event()
-        self._registry.watch(changed.set)
+        self.registry.watch(changed.set)
         try:
-            while len(self._registry):
+            while len(self.registry):
                 changed.clear()
                 await changed.wait()
         finally:
-            self._registry.unwatch(changed.set)
+            self.registry.unwatch(changed.set)
 
     def _end_all(self, reason: EndReason) -> None:
-        for entry in self._registry:
+        for entry in self.registry:
             entry.end(reason)
 
     async def _report_health(self) -> None:
-        serving = self._lifecycle.state == pb.HEALTH_STATE_READY
+        serving = self.lifecycle.state == pb.HEALTH_STATE_READY
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving
@@ -254,11 +263,15 @@ class Server:
         for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
 
-    def _on_signal(self, number: int) -> None:
-        _log.info("signal", name=signal.Signals(number).name)
+    def stop(self) -> None:
+        """Drain and stop; the second call cuts the drain short."""
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()
+
+    def _on_signal(self, number: int) -> None:
+        _log.info("signal", name=signal.Signals(number).name)
+        self.stop()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

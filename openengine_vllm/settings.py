@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,12 @@ class ServerSettings:
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        return (
-            self.uds is not None
-            or self.host in ("localhost", "::1")
-            or (self.host.startswith("127."))
-        )
+        if self.uds is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     @property
     def reflects(self) -> bool:
@@ -169,7 +171,7 @@ def config_values(path: Path) -> dict[str, Any]:
         loaded = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path}: not valid YAML") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"--config {path}: must hold a mapping of flags to values")

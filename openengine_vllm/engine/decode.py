@@ -8,6 +8,7 @@ the same for a prompt of ten tokens and of a hundred thousand.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -15,7 +16,8 @@ from tokenizers.decoders import DecodeStream
 
 _INVALID_PREFIX = "Invalid prefix encountered"
 _REPLACEMENT = "\ufffd"
-_PRIMING_WINDOWS = (8, 64, 512, 4096)
+_PRIMING_TOKENS = 64
+_LONGEST_CHARACTER = 4
 
 
 class TokenDecoder(Protocol):
@@ -52,15 +54,27 @@ class FastDetokenizer:
 
     def decoder(self, prompt_ids: Sequence[int]) -> TokenDecoder:
         """See :class:`Detokenizer`."""
-        return _FastDecoder(self._tokenizer, prompt_ids)
+        return _FastDecoder(self._tokenizer, *self._end_of(prompt_ids))
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """The prompt's last ids that have text, and whether they are all of them."""
+        special = self.special_tokens
+        end = list(
+            islice(
+                (token_id for token_id in reversed(prompt_ids) if token_id not in special),
+                _PRIMING_TOKENS,
+            )
+        )
+        end.reverse()
+        return end, len(end) < _PRIMING_TOKENS
 
 
 class _FastDecoder:
     __slots__ = ("_prompt_rest", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_end: list[int], complete: bool) -> None:
         self._tokenizer = tokenizer
-        clean, rest, self._prompt_rest = _split_prompt(tokenizer, prompt_ids)
+        clean, rest, self._prompt_rest = _split_prompt(tokenizer, prompt_end, complete)
         self._stream = DecodeStream(ids=clean, skip_special_tokens=True)
         for token_id in rest:
             self._advance(token_id)
@@ -71,7 +85,7 @@ class _FastDecoder:
         if not text:
             return ""
         if self._prompt_rest:
-            text = text.removeprefix(self._prompt_rest)
+            text = text[_common_length(text, self._prompt_rest) :]
             self._prompt_rest = ""
         return text
 
@@ -88,22 +102,36 @@ class _FastDecoder:
 
 
 def _split_prompt(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int]
+    tokenizer: Tokenizer, prompt_end: list[int], complete: bool
 ) -> tuple[list[int], list[int], str]:
     """Cut the end of a prompt into ids that decode cleanly, ids of an unfinished character
     behind them, and the text that these show until it is finished.
+
+    It costs a bounded time whatever the ids are; ``complete`` tells that nothing precedes them.
     """
-    for window in _PRIMING_WINDOWS:
-        tail = list(prompt_ids[-window:])
-        text = tokenizer.decode(tail)
-        if not text and window < len(prompt_ids):
-            continue
-        if not text.endswith(_REPLACEMENT):
-            return tail, [], ""
-        for length in range(len(tail) - 1, 0, -1):
-            clean = tokenizer.decode(tail[:length])
-            if clean and not clean.endswith(_REPLACEMENT) and text.startswith(clean):
-                return tail[:length], tail[length:], text[len(clean) :]
-        if window >= len(prompt_ids):
-            return [], tail, text
-    return tail, [], ""
+    text = tokenizer.decode(prompt_end)
+    if not text.endswith(_REPLACEMENT):
+        return prompt_end, [], ""
+    for length in range(len(prompt_end) - 1, 0, -1):
+        clean = tokenizer.decode(prompt_end[:length])
+        if _is_clean(clean) and text.startswith(clean):
+            return prompt_end[:length], prompt_end[length:], text[len(clean) :]
+    if not complete:
+        # Tokenizers that fall back to bytes decode a run of them as a whole or not at all, and
+        # this one began earlier: skip the rest of the character that it was cut in.
+        for length in range(len(prompt_end), len(prompt_end) - _LONGEST_CHARACTER, -1):
+            for start in range(1, _LONGEST_CHARACTER):
+                if _is_clean(tokenizer.decode(prompt_end[start:length])):
+                    return prompt_end[start:length], prompt_end[length:], ""
+    return [], prompt_end, text
+
+
+def _is_clean(text: str) -> bool:
+    return bool(text) and not text.endswith(_REPLACEMENT)
+
+
+def _common_length(text: str, other: str) -> int:
+    pairs = zip(text, other, strict=False)
+    return next(
+        (index for index, (one, two) in enumerate(pairs) if one != two), min(len(text), len(other))
+    )

@@ -25,7 +25,6 @@ class Finish(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    ERROR = "error"
 
 
 class StopKind(enum.Enum):
@@ -184,19 +183,16 @@ class SequenceOutput:
         step.stop_match = StopMatch(StopKind.TEXT, stop)
 
     def _add_stop_token(self, token_id: int, step: Step) -> None:
-        self.generated += 1
-        special = self._special.get(token_id)
         if token_id not in self._rules.token_ids:
+            self.generated += 1
             step.stop_match = StopMatch(StopKind.EOS, token_id)
             self._flush(step)
-            step.tokens.append(Token(token_id, special or ""))
-            return
-        step.stop_match = StopMatch(StopKind.TOKEN, token_id)
-        if self._rules.include_in_output:
-            self._flush(step)
-            text = self._decoder.step(token_id)
-            step.tokens.append(Token(token_id, text if special is None else special))
-            step.text += text
+            step.tokens.append(Token(token_id, self._special.get(token_id, "")))
+        elif not self._rules.include_in_output:
+            self.generated += 1
+            step.stop_match = StopMatch(StopKind.TOKEN, token_id)
+        elif not self._add(token_id, step):  # else its own text has completed a stop text
+            step.stop_match = StopMatch(StopKind.TOKEN, token_id)
 
     def _release(self, end: int, step: Step, *, all_of_it: bool = False) -> None:
         held = self._held

@@ -49,6 +49,8 @@ class StopAutomaton:
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
+            if not self._next[state]:
+                self.depth[state] = self.depth[self._fail[state]]
             for char, following in self._next[state].items():
                 self._fail[following] = self.advance(self._fail[state], char)
                 inherited = self.match[self._fail[following]]

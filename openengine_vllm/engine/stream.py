@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import structlog
+
 from openengine_vllm.engine.outputs import Finish, SequenceOutput, Step, StopKind, StopMatch
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
@@ -20,6 +22,8 @@ from openengine_vllm.registry import EndReason
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestOutputCollector
+
+_log = structlog.get_logger(__name__)
 
 _FINISH = {
     "stop": Finish.STOP,
@@ -42,6 +46,17 @@ class RunningSequence:
     engine_id: str
     collector: RequestOutputCollector
     output: SequenceOutput
+
+    def take(self) -> RequestOutput | None:
+        """What the engine has made since the last call, merged.
+
+        Raises:
+            OpenEngineError: the engine is gone; vLLM leaves its exception here.
+        """
+        try:
+            return cast("RequestOutput | None", self.collector.get_nowait())
+        except Exception as error:
+            raise errors.engine_dead() from error
 
 
 class GenerationStream:
@@ -83,8 +98,12 @@ class GenerationStream:
         return sum(sequence.output.generated for sequence in self._all)
 
     def end(self, reason: EndReason) -> None:
-        """Have the stream end now; :meth:`next` gives the last events."""
+        """Have the engine stop now, and :meth:`next` give the last events.
+
+        Returns at once, also when nobody takes events because the client does not read.
+        """
         self._end_reason = reason
+        self._abort([sequence.engine_id for sequence in self._live])
         self._wake.set()
 
     def close(self) -> None:
@@ -106,20 +125,19 @@ class GenerationStream:
         messages: list[bytes] = []
         try:
             for sequence in tuple(self._live):
-                output = cast("RequestOutput | None", sequence.collector.get_nowait())
+                output = sequence.take()
                 if output is not None:
-                    self._take(sequence, output, messages)
+                    self._add(sequence, output, messages)
         except errors.OpenEngineError as error:
             self._fail(error, messages)
-        except Exception:  # whatever vLLM hands over here means that its engine is gone
-            self._fail(errors.engine_dead(), messages)
+        except Exception as error:
+            _log.exception("stream failed", error=type(error).__name__)
+            self._fail(errors.internal(), messages)
         if self._end_reason is not None and self._live:
             self._end_early(self._end_reason, messages)
         return messages
 
-    def _take(
-        self, sequence: RunningSequence, output: RequestOutput, messages: list[bytes]
-    ) -> None:
+    def _add(self, sequence: RunningSequence, output: RequestOutput, messages: list[bytes]) -> None:
         if sequence.index == 0 and output.num_cached_tokens:
             self._cached_tokens = output.num_cached_tokens
         completion = output.outputs[0]
@@ -128,8 +146,10 @@ class GenerationStream:
             finish = None
         elif (finish := _FINISH.get(reason)) is None:
             raise errors.internal(f"the engine ended the request with {reason!r}")
-        elif finish is Finish.ABORT and self._end_reason is None:
-            raise errors.engine_dead("the engine aborted the request")
+        elif finish is Finish.ABORT:
+            if self._end_reason is None:
+                raise errors.engine_dead("the engine aborted the request")
+            finish = None
         step = sequence.output.feed(completion.token_ids, finish)
         if step.finish is not None and finish is None:
             self._abort([sequence.engine_id])
@@ -137,8 +157,7 @@ class GenerationStream:
 
     def _emit(self, sequence: RunningSequence, step: Step, messages: list[bytes]) -> None:
         if step.tokens or step.text:
-            records = [pb.TokenInfo(token_id=t.token_id, token=t.text) for t in step.tokens]
-            messages.append(self._encoder.token(sequence.index, records, step.text))
+            messages.append(self._encoder.token(sequence.index, step.tokens, step.text))
         if step.finish is None:
             return
         self._live.remove(sequence)
@@ -152,10 +171,8 @@ class GenerationStream:
         )
 
     def _end_early(self, reason: EndReason, messages: list[bytes]) -> None:
-        live = tuple(self._live)
-        self._abort([sequence.engine_id for sequence in live])
         if reason is EndReason.ABORTED:
-            for sequence in live:
+            for sequence in tuple(self._live):
                 self._emit(sequence, sequence.output.end(Finish.ABORT), messages)
             return
         self._fail(_END_ERRORS[reason](), messages)
@@ -178,7 +195,6 @@ class GenerationStream:
 
 _END_ERRORS: dict[EndReason, Callable[[], errors.OpenEngineError]] = {
     EndReason.DRAINED: errors.draining,
-    EndReason.STALLED: lambda: errors.overloaded("the client stopped reading its stream"),
     EndReason.ENGINE_DEAD: errors.engine_dead,
 }
 

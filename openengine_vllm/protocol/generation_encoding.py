@@ -1,30 +1,51 @@
 """GenerateResponse messages as bytes, with all that does not change in a stream done once.
 
-A streamed token costs one small message, so this is the hottest code of the server. Both
-revisions of the schema give these events the same numbers; only EngineError differs.
+A streamed token costs one small message, so this is the hottest code of the server: building
+a token's message from generated classes takes longer than decoding its text. TokenOutput is
+therefore put together from serialised parts, most of them kept from earlier tokens; the rest
+uses the generated classes. Both revisions of the schema give these events the same numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from openengine_vllm.protocol import v1 as pb
+
+_LENGTH_DELIMITED = 2
+_KEPT_PIECES = 1 << 16
+"""Texts whose encoding is kept: some 20 MB at the most, a few in practice."""
+_LONGEST_KEPT = 64
+"""Characters of a text whose encoding is kept."""
+
+
+class TokenRecord(Protocol):
+    """What a TokenInfo is made from."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def text(self) -> str: ...
 
 
 class GenerationEncoder:
     """Serialises the events of one Generate stream."""
 
-    __slots__ = ("_request_id",)
+    __slots__ = ("_prefix", "_request_id")
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
+        self._prefix = pb.GenerateResponse(request_id=request_id).SerializeToString()
 
-    def token(self, index: int, tokens: Sequence[pb.TokenInfo], text: str) -> bytes:
+    def token(self, index: int, tokens: Sequence[TokenRecord], text: str) -> bytes:
         """A TokenOutput event."""
-        return pb.GenerateResponse(
-            request_id=self._request_id,
-            token=pb.TokenOutput(output_index=index, tokens=tokens, text=text),
-        ).SerializeToString()
+        records = b"".join([_token_info(token.token_id, token.text) for token in tokens])
+        body = _output_index(index) + records + (_text(text) if text else b"")
+        return self._prefix + _TOKEN_TAG + _varint(len(body)) + body
 
     def finished(
         self,
@@ -47,3 +68,47 @@ class GenerationEncoder:
         return pb.GenerateResponse(
             request_id=self._request_id, error=error, usage=usage
         ).SerializeToString()
+
+
+def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return _SHORT_VARINTS[value]
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
+_SHORT_VARINTS = tuple(bytes((value,)) for value in range(0x80))
+
+
+def _tag(field: FieldDescriptor) -> bytes:
+    return _varint(field.number << 3 | _LENGTH_DELIMITED)
+
+
+_TOKEN_TAG = _tag(pb.GenerateResponse.DESCRIPTOR.fields_by_name["token"])
+_RECORD_TAG = _tag(pb.TokenOutput.DESCRIPTOR.fields_by_name["tokens"])
+
+
+@lru_cache(maxsize=4096)
+def _output_index(index: int) -> bytes:
+    return pb.TokenOutput(output_index=index).SerializeToString()
+
+
+@lru_cache(maxsize=_KEPT_PIECES)
+def _token_info(token_id: int, text: str) -> bytes:
+    record = pb.TokenInfo(token_id=token_id, token=text).SerializeToString()
+    return _RECORD_TAG + _varint(len(record)) + record
+
+
+def _text(text: str) -> bytes:
+    return _piece_text(text) if len(text) <= _LONGEST_KEPT else _encode_text(text)
+
+
+def _encode_text(text: str) -> bytes:
+    return pb.TokenOutput(text=text).SerializeToString()
+
+
+_piece_text = lru_cache(maxsize=_KEPT_PIECES)(_encode_text)

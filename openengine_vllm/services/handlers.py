@@ -13,10 +13,11 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 import structlog
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from openengine_vllm.protocol import errors
+from openengine_vllm.protocol import v1 as pb
 
 _log = structlog.get_logger(__name__)
 
@@ -41,11 +42,27 @@ def service_handler(
 def _method(method: MethodDescriptor, handler: Handler | None) -> grpc.RpcMethodHandler[Any, Any]:
     if handler is None:
         handler = _unimplemented(method.name)
-    guarded = _guard(method.name, handler)
-    parse = GetMessageClass(method.input_type).FromString
+    guarded = _guard(method.name, handler, _parser(method))
+    # Requests are parsed by the guard: gRPC would tell a client with UNKNOWN, and with the
+    # exception's class, that its message is malformed.
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(guarded, parse, None)
-    return grpc.unary_unary_rpc_method_handler(guarded, parse, _serialize)
+        return grpc.unary_stream_rpc_method_handler(guarded, None, None)
+    return grpc.unary_unary_rpc_method_handler(guarded, None, _serialize)
+
+
+def _parser(method: MethodDescriptor) -> Callable[[bytes], Message]:
+    message_class = GetMessageClass(method.input_type)
+
+    def parse(data: bytes) -> Message:
+        try:
+            return message_class.FromString(data)
+        except DecodeError as error:
+            raise errors.OpenEngineError(
+                pb.ERROR_CODE_INVALID_ARGUMENT,
+                f"the request's bytes are not a valid {method.input_type.name}",
+            ) from error
+
+    return parse
 
 
 def _serialize(message: Message) -> bytes:
@@ -59,10 +76,12 @@ def _unimplemented(name: str) -> Handler:
     return handler
 
 
-def _guard(name: str, handler: Handler) -> Handler:
-    async def guarded(request: Message, context: Context) -> Any:
+def _guard(
+    name: str, handler: Handler, parse: Callable[[bytes], Message]
+) -> Callable[[bytes, Context], Awaitable[Any]]:
+    async def guarded(data: bytes, context: Context) -> Any:
         try:
-            return await handler(request, context)
+            return await handler(parse(data), context)
         except errors.OpenEngineError as error:
             await abort(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):

@@ -1,0 +1,80 @@
+"""Ends streams whose client holds them open and does not read.
+
+gRPC buffers some megabytes for a client and then lets a write wait for ever. One task looks
+at all waiting writes once in a while, so that a write itself costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from openengine_vllm.services.handlers import Context
+
+_LOOKS_PER_TIMEOUT = 10
+_LONGEST_PAUSE_SECONDS = 1.0
+
+
+class StallWatch:
+    """Watches the writes of all streams.
+
+    Args:
+        timeout: seconds that one write may wait for its client.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._writers: set[StreamWriter] = set()
+
+    def open(self, context: Context) -> StreamWriter:
+        """A writer for the calling task's stream; it has to be closed."""
+        writer = StreamWriter(context, self._writers)
+        self._writers.add(writer)
+        return writer
+
+    async def run(self) -> None:
+        """Look for stalled writes until cancelled."""
+        loop = asyncio.get_running_loop()
+        pause = min(_LONGEST_PAUSE_SECONDS, max(self._timeout / _LOOKS_PER_TIMEOUT, 0.01))
+        while True:
+            await asyncio.sleep(pause)
+            latest = loop.time() - self._timeout
+            for writer in tuple(self._writers):
+                if writer.waiting_since is not None and writer.waiting_since < latest:
+                    writer.give_up()
+
+
+class StreamWriter:
+    """Writes one stream's messages in order.
+
+    When the client does not read, the task that writes is cancelled and :attr:`stalled` tells
+    it from a cancellation by the client.
+    """
+
+    __slots__ = ("_context", "_loop", "_task", "_writers", "stalled", "waiting_since")
+
+    def __init__(self, context: Context, writers: set[StreamWriter]) -> None:
+        self._context = context
+        self._writers = writers
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self.waiting_since: float | None = None
+        self.stalled = False
+
+    async def write(self, message: bytes) -> None:
+        """Send a message; waits while the client's buffers are full."""
+        self.waiting_since = self._loop.time()
+        await self._context.write(message)
+        self.waiting_since = None
+
+    def give_up(self) -> None:
+        """Stop waiting for the client."""
+        self.stalled = True
+        self.waiting_since = None
+        if self._task is not None:
+            self._task.cancel()
+
+    def close(self) -> None:
+        """The stream needs no watching any more."""
+        self.waiting_since = None
+        self._writers.discard(self)
