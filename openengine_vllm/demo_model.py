@@ -22,11 +22,12 @@ import re
 import shutil
 import stat
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import platformdirs
@@ -280,13 +281,41 @@ def _explain(directory: Path, error: OSError) -> str:
 
 def _convert_apart(source: Path, target: Path) -> None:
     context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_convert_and_tell, args=(source, target, sender), daemon=True)
+    process.start()
+    sender.close()
     try:
-        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-            pool.submit(_convert, source, target).result()
-    except BrokenProcessPool as error:
-        raise DemoModelError(
+        failure: Exception | None = receiver.recv()
+    except EOFError:
+        failure = DemoModelError(
             "the process that converts the demo model was killed; it needs 2 GB of memory"
-        ) from error
+        )
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+    if failure is not None:
+        raise failure
+
+
+def _convert_and_tell(source: Path, target: Path, sender: Connection) -> None:
+    """Converts, and sends None or the exception. Ends at once when the parent does."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    try:
+        _convert(source, target)
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        sender.send(error)
+    else:
+        sender.send(None)
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -119,6 +119,9 @@ class SequenceOutput:
             finish: set on the engine's last delta of this output.
         """
         step = Step()
+        if finish is None and len(token_ids) == 1:
+            self._add(token_ids[0], step)
+            return step
         stopped_at = None
         if finish is Finish.STOP and token_ids:
             *token_ids, stopped_at = token_ids

@@ -6,7 +6,6 @@ as well; doing it here lets each sequence end by itself when a stop text is foun
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -14,12 +13,15 @@ from typing import TYPE_CHECKING, cast
 import structlog
 
 from openengine_vllm.engine.outputs import Finish, SequenceOutput, Step, StopKind, StopMatch
+from openengine_vllm.engine.wakeup import WakeUp
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
 from openengine_vllm.registry import EndReason
 
 if TYPE_CHECKING:
+    import asyncio
+
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -87,10 +89,10 @@ class GenerationStream:
         self._abort = abort
         self._cached_tokens = 0
         self._end_reason: EndReason | None = None
-        self._wake = asyncio.Event()
+        self._wake = WakeUp()
         self._wake.set()
         for sequence in sequences:
-            sequence.collector.ready = self._wake
+            sequence.collector.ready = cast("asyncio.Event", self._wake)
 
     @property
     def generated_tokens(self) -> int:

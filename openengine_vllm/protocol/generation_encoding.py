@@ -17,10 +17,10 @@ from google.protobuf.descriptor import FieldDescriptor
 from openengine_vllm.protocol import v1 as pb
 
 _LENGTH_DELIMITED = 2
-_KEPT_PIECES = 1 << 16
-"""Texts whose encoding is kept: some 20 MB at the most, a few in practice."""
+_KEPT = 1 << 16
+"""Events of a single token whose encoding is kept: some 20 MB at the most."""
 _LONGEST_KEPT = 64
-"""Characters of a text whose encoding is kept."""
+"""Characters of the text of a kept event."""
 
 
 class TokenRecord(Protocol):
@@ -43,9 +43,10 @@ class GenerationEncoder:
 
     def token(self, index: int, tokens: Sequence[TokenRecord], text: str) -> bytes:
         """A TokenOutput event."""
+        if len(tokens) == 1 and len(text) <= _LONGEST_KEPT:
+            return self._prefix + _single(index, tokens[0].token_id, tokens[0].text, text)
         records = b"".join([_token_info(token.token_id, token.text) for token in tokens])
-        body = _output_index(index) + records + (_text(text) if text else b"")
-        return self._prefix + _TOKEN_TAG + _varint(len(body)) + body
+        return self._prefix + _token_event(index, records, text)
 
     def finished(
         self,
@@ -92,23 +93,16 @@ _TOKEN_TAG = _tag(pb.GenerateResponse.DESCRIPTOR.fields_by_name["token"])
 _RECORD_TAG = _tag(pb.TokenOutput.DESCRIPTOR.fields_by_name["tokens"])
 
 
-@lru_cache(maxsize=4096)
-def _output_index(index: int) -> bytes:
-    return pb.TokenOutput(output_index=index).SerializeToString()
+@lru_cache(maxsize=_KEPT)
+def _single(index: int, token_id: int, piece: str, text: str) -> bytes:
+    return _token_event(index, _token_info(token_id, piece), text)
 
 
-@lru_cache(maxsize=_KEPT_PIECES)
-def _token_info(token_id: int, text: str) -> bytes:
-    record = pb.TokenInfo(token_id=token_id, token=text).SerializeToString()
+def _token_event(index: int, records: bytes, text: str) -> bytes:
+    rest = pb.TokenOutput(output_index=index, text=text).SerializeToString()
+    return _TOKEN_TAG + _varint(len(rest) + len(records)) + rest + records
+
+
+def _token_info(token_id: int, piece: str) -> bytes:
+    record = pb.TokenInfo(token_id=token_id, token=piece).SerializeToString()
     return _RECORD_TAG + _varint(len(record)) + record
-
-
-def _text(text: str) -> bytes:
-    return _piece_text(text) if len(text) <= _LONGEST_KEPT else _encode_text(text)
-
-
-def _encode_text(text: str) -> bytes:
-    return pb.TokenOutput(text=text).SerializeToString()
-
-
-_piece_text = lru_cache(maxsize=_KEPT_PIECES)(_encode_text)

@@ -51,8 +51,7 @@ class GenerateService:
         writer = self._stalls.open(context)
         try:
             while messages := await stream.next():
-                for message in messages:
-                    await writer.write(message)
+                await writer.write(messages)
         except asyncio.CancelledError:
             if not writer.stalled:
                 raise

@@ -7,6 +7,7 @@ at all waiting writes once in a while, so that a write itself costs next to noth
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 from openengine_vllm.services.handlers import Context
@@ -61,10 +62,11 @@ class StreamWriter:
         self.waiting_since: float | None = None
         self.stalled = False
 
-    async def write(self, message: bytes) -> None:
-        """Send a message; waits while the client's buffers are full."""
-        self.waiting_since = self._loop.time()
-        await self._context.write(message)
+    async def write(self, messages: Iterable[bytes]) -> None:
+        """Send messages; waits while the client's buffers are full."""
+        for message in messages:
+            self.waiting_since = self._loop.time()
+            await self._context.write(message)
         self.waiting_since = None
 
     def give_up(self) -> None:
