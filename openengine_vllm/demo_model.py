@@ -287,6 +287,7 @@ def _convert_apart(source: Path, target: Path) -> None:
     sender.close()
     try:
         failure: Exception | None = receiver.recv()
+        process.join()
     except EOFError:
         failure = DemoModelError(
             "the process that converts the demo model was killed; it needs 2 GB of memory"

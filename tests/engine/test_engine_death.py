@@ -1,0 +1,151 @@
+"""Processes killed outright: what clients hear, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2
+
+from openengine_vllm.client import generate_request
+from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.channel import client_options
+from openengine_vllm.protocol.errors import from_rpc_error
+from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
+from tests.engine.peers import EngineSlot
+from tests.support.calls import (
+    ENDLESS_FLAGS,
+    ENDLESS_TOKENS,
+    RunningCall,
+    eventually,
+    standard_status,
+)
+from tests.support.models import model_dir
+from tests.support.processes import engine_core, footprint, runs, worker
+from tests.support.server import ENGINE_FLAGS, STOP_SECONDS, ServerProcess, start_server
+
+
+@pytest.fixture(autouse=True)
+def _room(engines: EngineSlot) -> None:
+    engines.clear()
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A folder for the socket files of a server and its engine; their paths must be short."""
+    with tempfile.TemporaryDirectory(prefix="oe-") as folder:
+        yield Path(folder)
+
+
+def flags(*more: str) -> tuple[str, ...]:
+    model = ("--model", str(model_dir("tiny_llama")))
+    return (*model, "--port", "0", *ENGINE_FLAGS, *ENDLESS_FLAGS, *more)
+
+
+def connect(target: str) -> aio.Channel:
+    return aio.insecure_channel(target, options=client_options())
+
+
+async def running_calls(channel: aio.Channel) -> list[RunningCall]:
+    calls = [
+        RunningCall(
+            channel,
+            generate_request(
+                "Once upon a time", {"max_tokens": ENDLESS_TOKENS, "ignore_eos": True}
+            ),
+        )
+        for _ in range(3)
+    ]
+    for call in calls:
+        await call.tokens(5)
+    return calls
+
+
+async def kill_under_streams(
+    server: ServerProcess, victim: Callable[[ServerProcess], psutil.Process], channel: aio.Channel
+) -> None:
+    """Kill one of the engine's processes and see what clients hear of it."""
+    stub = OpenEngineStub(channel)
+    calls = await running_calls(channel)
+    victim(server).kill()
+    await eventually(lambda: _not_ready(stub), "Health says NOT_READY")
+    health = await stub.Health(pb.HealthRequest(include_inference_probe=True))
+    checks = {check.name: check.state for check in health.checks}
+    assert checks["grpc"] == pb.HEALTH_STATE_READY
+    for name in ("scheduler", "model", "inference_probe"):
+        assert checks[name] == pb.HEALTH_STATE_NOT_READY
+    assert await standard_status(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+    with pytest.raises(aio.AioRpcError) as caught:
+        await stub.Generate(generate_request("again", {"max_tokens": 1})).read()
+    error = from_rpc_error(caught.value)
+    assert error.status is grpc.StatusCode.UNAVAILABLE
+    assert error.code == pb.ERROR_CODE_INTERNAL
+    assert error.retryable
+
+    for call in calls:
+        assert await call.end() is grpc.StatusCode.OK
+        [failure] = call.errors
+        assert failure.code == pb.ERROR_CODE_INTERNAL
+        assert failure.retryable
+        last = call.responses[-1]
+        assert last.HasField("error"), "nothing follows the error"
+        assert last.usage.completion_tokens >= len(call.token_ids) > 0
+        assert call.finished == []
+
+
+async def _not_ready(stub: OpenEngineStub) -> bool:
+    state = (await stub.Health(pb.HealthRequest())).state
+    assert state in (pb.HEALTH_STATE_READY, pb.HEALTH_STATE_NOT_READY)
+    return state == pb.HEALTH_STATE_NOT_READY
+
+
+async def test_killed_engine_ends_the_server(sockets: Path) -> None:
+    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets)) as server:
+        held = footprint(server)
+        async with connect(server.target) as channel:
+            await kill_under_streams(server, engine_core, channel)
+        assert await asyncio.to_thread(server.process.wait, STOP_SECONDS) == 1
+        held.wait_gone()
+        assert _entries(sockets) == []
+
+
+async def test_killed_worker_and_a_server_told_to_stay(sockets: Path) -> None:
+    with start_server(
+        *flags("--no-exit-on-engine-death"), VLLM_RPC_BASE_PATH=str(sockets)
+    ) as server:
+        held = footprint(server)
+        engine = [engine_core(server), worker(server)]
+        async with connect(server.target) as channel:
+            await kill_under_streams(server, worker, channel)
+            # vLLM ends its other processes; the server is there all the same.
+            await eventually(lambda: not any(map(runs, engine)), "the engine is gone")
+            assert server.process.poll() is None
+            assert await _not_ready(OpenEngineStub(channel))
+        assert await asyncio.to_thread(server.stop) == 1
+        held.wait_gone()
+        assert _entries(sockets) == []
+
+
+async def test_killed_server_takes_its_engine_along(sockets: Path) -> None:
+    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets)) as server:
+        held = footprint(server)
+        assert len(held.processes) > 3
+        async with connect(server.target) as channel:
+            calls = await running_calls(channel)
+            server.process.kill()
+            for call in calls:
+                assert await call.end() is grpc.StatusCode.UNAVAILABLE
+        held.wait_gone()
+        await eventually(lambda: _entries(sockets) == [], "the engine's files are gone")
+
+
+def _entries(folder: Path) -> list[str]:
+    return os.listdir(folder)

@@ -1,0 +1,262 @@
+"""An engine whose output the test decides, behind the real stream and the real services."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+from grpc import aio
+
+from openengine_vllm.engine.outputs import SequenceOutput
+from openengine_vllm.engine.requests import GenerationPlan, ModelFacts
+from openengine_vllm.engine.stream import GenerationStream, RunningSequence
+from openengine_vllm.lifecycle import Lifecycle, Serving
+from openengine_vllm.limits import RequestLimits
+from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.generation_encoding import GenerationEncoder
+from openengine_vllm.registry import RequestRegistry
+from openengine_vllm.services.control import ControlService
+from openengine_vllm.services.discovery import DiscoveryService
+from openengine_vllm.services.generate import GenerateService
+from openengine_vllm.services.handlers import Handler, service_handler
+from openengine_vllm.services.probe import InferenceProbe
+from openengine_vllm.services.stalls import StallWatch
+
+FACTS = ModelFacts(
+    served_names=("model", "alias"),
+    max_model_len=1000,
+    vocab_size=1000,
+    has_tokenizer=True,
+    generates=True,
+    prefix_caching=True,
+    priority_scheduling=True,
+    data_parallel_ranks=(0,),
+)
+EOS = 0
+SPECIAL = {EOS: "<eos>"}
+
+
+class Letters:
+    """Token 97 is ``a``."""
+
+    def step(self, token_id: int) -> str:
+        """The letter."""
+        return "" if token_id in SPECIAL else chr(token_id)
+
+
+class Collector:
+    """What vLLM's collector does: one merged output, or an error, and an event beside it."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self._tokens: list[int] = []
+        self._reason: str | None = None
+        self._cached = 0
+        self._error: Exception | None = None
+        self._full = False
+        self.taken = asyncio.Event()
+        """Set once something was taken."""
+
+    def put(self, text: str = "", reason: str | None = None, *, cached: int = 0) -> None:
+        """More output: its letters are tokens, ``.`` is EOS; ``reason`` ends it."""
+        self._cached = cached
+        self.put_ids(*(EOS if char == "." else ord(char) for char in text), reason=reason)
+
+    def put_ids(self, *token_ids: int, reason: str | None = None) -> None:
+        """Tokens by their ids."""
+        self._tokens += token_ids
+        self._reason = reason
+        self._full = True
+        self.ready.set()
+
+    def break_(self, error: Exception) -> None:
+        """The engine is gone."""
+        self._error = error
+        self._full = True
+        self.ready.set()
+
+    def get_nowait(self) -> Any:
+        """What was put since the last call."""
+        if not self._full:
+            return None
+        self.ready.clear()
+        self.taken.set()
+        self._full = False
+        if self._error is not None:
+            raise self._error
+        completion = SimpleNamespace(token_ids=self._tokens, finish_reason=self._reason)
+        self._tokens = []
+        return SimpleNamespace(outputs=[completion], num_cached_tokens=self._cached)
+
+
+class ScriptedEngine:
+    """Accepts requests; the test feeds their collectors."""
+
+    def __init__(self) -> None:
+        self.facts = FACTS
+        self.collectors: dict[str, list[Collector]] = {}
+        """By request id, one an output."""
+        self.aborted: set[str] = set()
+        """Engine ids, ``request/output``, that are to be dropped."""
+        self.refusal: BaseException | None = None
+        """What the next request meets in place of acceptance."""
+        self.gate = asyncio.Event()
+        """Requests and probes wait here."""
+        self.gate.set()
+        self.probes = 0
+        self.probed = asyncio.Event()
+        """Set by the first probe."""
+        self.probe_error: Exception | None = None
+        self.changed = asyncio.Condition()
+
+    async def submit(self, plan: GenerationPlan) -> GenerationStream:
+        """Accept a request."""
+        await self.gate.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        collectors = [Collector() for _ in range(plan.sequences)]
+        sequences = [
+            RunningSequence(
+                index,
+                f"{plan.request_id}/{index}",
+                cast("Any", collector),
+                SequenceOutput(Letters(), SPECIAL, plan.rules),
+            )
+            for index, collector in enumerate(collectors)
+        ]
+        self.collectors[plan.request_id] = collectors
+        stream = GenerationStream(
+            sequences,
+            GenerationEncoder(plan.request_id),
+            prompt_tokens=len(plan.prompt_ids or ()),
+            reports_cache=True,
+            abort=self.abort,
+        )
+        async with self.changed:
+            self.changed.notify_all()
+        return stream
+
+    def abort(self, engine_ids: Sequence[str]) -> None:
+        """Drop these."""
+        self.aborted.update(engine_ids)
+
+    async def probe(self) -> None:
+        """Answer a probe."""
+        self.probes += 1
+        self.probed.set()
+        await self.gate.wait()
+        if self.probe_error is not None:
+            raise self.probe_error
+
+    async def accepted(self, request_id: str) -> list[Collector]:
+        """Wait until a request is accepted."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: request_id in self.collectors)
+        return self.collectors[request_id]
+
+
+class Service:
+    """The services on a loopback port, over a scripted engine."""
+
+    def __init__(self, *, capacity: int = 8, probe_timeout: float = 60) -> None:
+        self.engine = ScriptedEngine()
+        self.lifecycle = Lifecycle()
+        self.registry = RequestRegistry(capacity)
+        self.probe = InferenceProbe(probe_timeout)
+        self.channel: aio.Channel
+
+    def make_ready(self) -> None:
+        """The model has loaded."""
+        self.lifecycle.ready(
+            Serving(
+                cast("Any", self.engine),
+                pb.EngineInfo(engine_name="scripted"),
+                pb.ModelInfo(served_model_name="model"),
+                has_chat_template=False,
+            )
+        )
+
+    def handlers(self) -> dict[str, Handler]:
+        """As the server binds them."""
+        control = ControlService(
+            self.lifecycle, self.registry, self.probe, pb.ENGINE_ROLE_AGGREGATED
+        )
+        discovery = DiscoveryService(self.lifecycle)
+        generate = GenerateService(
+            self.lifecycle, self.registry, RequestLimits(max_sequences=4), StallWatch(60)
+        )
+        return {
+            "Generate": generate.generate,
+            "GetEngineInfo": discovery.engine_info,
+            "GetModelInfo": discovery.model_info,
+            "Health": control.health,
+            "Abort": control.abort,
+        }
+
+    def generate(
+        self, request: pb.GenerateRequest
+    ) -> aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
+        """Call Generate."""
+        method: aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
+        method = self.channel.unary_stream(
+            f"/{pb.SERVICE.full_name}/Generate",
+            pb.GenerateRequest.SerializeToString,
+            pb.GenerateResponse.FromString,
+        )
+        return method(request, timeout=60)
+
+    async def call(self, name: str, request: Any) -> Any:
+        """Call a unary RPC."""
+        answers: dict[str, Callable[[bytes], Any]] = {
+            "Health": pb.HealthResponse.FromString,
+            "Abort": pb.AbortResponse.FromString,
+            "GetEngineInfo": pb.EngineInfo.FromString,
+            "GetModelInfo": pb.ModelInfo.FromString,
+        }
+        method = self.channel.unary_unary(
+            f"/{pb.SERVICE.full_name}/{name}",
+            type(request).SerializeToString,
+            answers.get(name, bytes),
+        )
+        return await method(request, timeout=60)
+
+    async def idle(self) -> None:
+        """Wait until no request is live."""
+        changed = asyncio.Event()
+        self.registry.watch(changed.set)
+        while len(self.registry):
+            changed.clear()
+            await changed.wait()
+        self.registry.unwatch(changed.set)
+
+
+@asynccontextmanager
+async def serve(*, ready: bool = True, **settings: Any) -> AsyncIterator[Service]:
+    """A service that answers, and a channel to it."""
+    service = Service(**settings)
+    if ready:
+        service.make_ready()
+    async with serve_handlers(service.handlers()) as service.channel:
+        yield service
+
+
+@asynccontextmanager
+async def serve_handlers(handlers: dict[str, Handler]) -> AsyncIterator[aio.Channel]:
+    """A channel to these handlers of the service."""
+    server = aio.server()
+    server.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(None)
+
+
+def request(request_id: str = "r", **fields: Any) -> pb.GenerateRequest:
+    """A valid request."""
+    return pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=[1, 2]), **fields)

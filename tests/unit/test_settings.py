@@ -1,0 +1,152 @@
+"""The server's own flags: defaults, ranges, files, and what they mean together."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from openengine_vllm.limits import RequestLimits
+from openengine_vllm.settings import (
+    ServerSettings,
+    add_server_arguments,
+    config_values,
+    server_settings,
+)
+
+
+def parse(*arguments: str) -> ServerSettings:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_server_arguments(parser)
+    return server_settings(parser.parse_args(arguments))
+
+
+def test_defaults() -> None:
+    settings = parse()
+
+    assert settings.host == "127.0.0.1"
+    assert settings.port == 50051
+    assert settings.uds is None
+    assert settings.loopback
+    assert settings.reflects
+    assert settings.limits == RequestLimits()
+    assert settings.exit_on_engine_death
+    assert settings.max_request_bytes == 64 * 1024 * 1024
+
+
+def test_every_flag_reaches_its_setting() -> None:
+    settings = parse(
+        *("--host", "0.0.0.0", "--port", "0", "--uds", "/s", "--reflection", "off"),
+        *("--drain-timeout", "0", "--stall-timeout", "1.5", "--probe-timeout", "2"),
+        *("--no-exit-on-engine-death", "--max-concurrent-requests", "3", "--max-sequences", "4"),
+        *("--max-request-bytes", "5", "--max-response-bytes", "6"),
+        *("--server-log-level", "error"),
+    )
+
+    assert settings == ServerSettings(
+        host="0.0.0.0",
+        port=0,
+        uds="/s",
+        drain_timeout=0,
+        stall_timeout=1.5,
+        probe_timeout=2,
+        max_concurrent_requests=3,
+        max_request_bytes=5,
+        limits=RequestLimits(max_sequences=4, max_response_bytes=6),
+        reflection="off",
+        exit_on_engine_death=False,
+        log_level="error",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--port", "-1", "0 to 65535"),
+        ("--port", "65536", "0 to 65535"),
+        ("--port", "http", "0 to 65535"),
+        ("--port", "1.5", "0 to 65535"),
+        ("--max-sequences", "0", "from 1"),
+        ("--max-concurrent-requests", "2147483648", "to 2147483647"),
+        ("--max-request-bytes", "-5", "from 1"),
+        ("--max-response-bytes", "64M", "whole number"),
+        ("--drain-timeout", "-0.1", "seconds"),
+        ("--drain-timeout", "inf", "seconds"),
+        ("--stall-timeout", "nan", "seconds"),
+        ("--probe-timeout", "soon", "seconds"),
+        ("--reflection", "maybe", "auto"),
+        ("--server-log-level", "loud", "debug"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_right(
+    flag: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(f"{flag}={value}")
+
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert flag in line
+    assert value in line
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loopback"),
+    [
+        (("--host", "localhost"), True),
+        (("--host", "127.8.8.8"), True),
+        (("--host", "::1"), True),
+        (("--host", "0.0.0.0"), False),
+        (("--host", "::"), False),
+        (("--host", "10.0.0.1"), False),
+        (("--host", "0.0.0.0", "--uds", "/s"), True),
+    ],
+)
+def test_reflection_follows_the_address_unless_told(
+    arguments: tuple[str, ...], loopback: bool
+) -> None:
+    assert parse(*arguments).loopback == parse(*arguments).reflects == loopback
+    assert parse(*arguments, "--reflection", "on").reflects
+    assert not parse(*arguments, "--reflection", "off").reflects
+
+
+@pytest.mark.parametrize("host", ["127.evil.example", "127.0.0.1.example.com"])
+def test_a_name_that_looks_like_loopback_is_not(host: str) -> None:
+    assert not parse("--host", host).loopback
+
+
+def test_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("max-sequences: 4\nmax_model_len: 8\n3: x\n")
+
+    assert config_values(file) == {"max_sequences": 4, "max_model_len": 8, "3": "x"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("c.json", "{}", ".yaml or .yml"),
+        ("c.yaml", "- a\n", "mapping"),
+        ("c.yaml", "", "mapping"),
+        ("c.yaml", "a: [", "not valid YAML"),
+        ("c.yml", "\x00", "not valid YAML"),
+        ("absent.yaml", None, "No such file"),
+    ],
+)
+def test_a_config_file_that_does_not_work(
+    tmp_path: Path, name: str, content: str | None, says: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+
+    with pytest.raises(ValueError, match=says):
+        config_values(tmp_path / name)
+
+
+def test_a_config_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"a: \xff\n")
+
+    with pytest.raises(ValueError, match=r"--config .*not valid YAML"):
+        config_values(tmp_path / "c.yaml")
