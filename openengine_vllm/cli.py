@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import shutil
 import sys
@@ -225,11 +226,15 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
         from openengine_vllm.loading import load_engine
 
         try:
-            return load_engine(arguments, PROG, settings, instance_id, vllm_version() or "")
+            serving = load_engine(arguments, PROG, settings, instance_id, vllm_version() or "")
         except SystemExit as exit_:
             raise StartError("", int(exit_.code or 0)) from None
         except Exception as error:
             raise StartError(f"cannot start the engine: {_reason(error)}") from error
+        # What is loaded stays: the collector need not stop all streams to look at it again.
+        gc.collect()
+        gc.freeze()
+        return serving
 
     def on_ready(address: str, serving: Serving) -> None:
         info = serving.engine_info

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
 from openengine_vllm.demo_model import ensure_demo_model
@@ -29,9 +28,6 @@ def load_engine(
         args.model = str(ensure_demo_model(None, _to_stderr))
     llm = build_engine(args)
     facts = model_facts(llm, served_names)
-    # What has been loaded stays: the collector need not stop all streams to look at it again.
-    gc.collect()
-    gc.freeze()
     return Serving(
         engine=Engine(llm, facts),
         engine_info=engine_info(

@@ -144,7 +144,7 @@ class Server:
                 await self._mourn()
                 return 1
             await self._drain()
-            return 0
+            return 1 if serving.engine.dead else 0
         finally:
             _log.info("stopping the engine")
             await asyncio.to_thread(serving.engine.shutdown)

@@ -35,6 +35,10 @@ class Running:
         """Requests that vLLM knows of."""
         return self.server.lifecycle.serving.engine.unfinished()
 
+    async def release_prefix_cache(self) -> bool:
+        """Have the engine empty its prefix cache; false while any request holds a block."""
+        return await self.server.lifecycle.serving.engine._llm.reset_prefix_cache()
+
     async def idle(self) -> None:
         """Wait until neither table has a request."""
         await eventually(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,4 +46,32 @@ def test_chat_template_is_the_models_own(demo_model: Path) -> None:
         add_generation_prompt=True,
         tokenize=False,
     )
+    assert isinstance(text, str)
     assert text.endswith("<|im_start|>user\nWhere is Paris?<|im_end|>\n<|im_start|>assistant\n")
+
+
+KILLABLE = """
+import sys
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from openengine_vllm.demo_model import ensure_demo_model
+
+start = SpawnProcess.start
+
+def start_and_tell(process):
+    start(process)
+    print(process.pid, flush=True)
+
+SpawnProcess.start = start_and_tell
+ensure_demo_model(Path(sys.argv[1]), lambda line: None)
+"""
+
+
+def test_conversion_ends_with_the_process_that_wanted_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLABLE, str(tmp_path / "demo")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        converter = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    converter.wait(timeout=120)
+    assert not (tmp_path / "demo").exists()

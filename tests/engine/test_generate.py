@@ -74,15 +74,7 @@ async def test_tokens_come_as_they_are_made(tiny: Peer) -> None:
     generation = await tiny.generate(PROMPT, **SAMPLED)
     assert len(generation.only.token_ids) == 40
     assert len(generation.only.deltas) > 1
-
-
-async def test_first_delta_comes_long_before_the_end(tiny: Peer) -> None:
-    options: Any = {**SAMPLED, "max_tokens": 1500, "ignore_eos": True}
-    request = generate_request(PROMPT, options)
-    call = tiny.stub.Generate(request)
-    first = await anext(aiter(call))
-    assert len(first.token.tokens) < 100
-    call.cancel()
+    assert len(generation.only.deltas[0].tokens) < 40
 
 
 async def test_text_of_a_delta_is_that_of_its_tokens(long_outputs: list[Output]) -> None:

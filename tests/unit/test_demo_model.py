@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
@@ -271,6 +272,18 @@ def test_modes_follow_the_umask(maker: Maker, tmp_path: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
     assert set(modes.values()) == {0o640}
     assert stat.S_IMODE(directory.stat().st_mode) == 0o750
+
+
+def test_killed_conversion_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = SpawnProcess.start
+
+    def start_and_kill(process: SpawnProcess) -> None:
+        start(process)
+        process.kill()
+
+    monkeypatch.setattr(SpawnProcess, "start", start_and_kill)
+    with pytest.raises(DemoModelError, match="was killed"):
+        demo_model._convert_apart(tmp_path / "model.gguf", tmp_path)
 
 
 def test_default_folder_follows_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
