@@ -22,10 +22,7 @@ def load_engine(
         SystemExit: a flag is wrong; argparse has said so on stderr.
         Exception: whatever vLLM raises when it cannot start.
     """
-    args, served_names = parse_engine_args(argv, prog, add_server_arguments)
-    args.served_model_name = list(served_names)
-    if args.model == DEMO_MODEL:
-        args.model = str(ensure_demo_model(None, _to_stderr))
+    args, served_names = parse_engine_args(argv, prog, add_server_arguments, _resolve_model)
     llm = build_engine(args)
     facts = model_facts(llm, served_names)
     return Serving(
@@ -36,6 +33,10 @@ def load_engine(
         model_info=model_info(llm.vllm_config, facts, settings.limits),
         has_chat_template=has_chat_template(llm),
     )
+
+
+def _resolve_model(name: str) -> str:
+    return str(ensure_demo_model(None, _to_stderr)) if name == DEMO_MODEL else name
 
 
 def _to_stderr(line: str) -> None:

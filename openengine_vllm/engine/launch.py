@@ -30,8 +30,15 @@ def parse_engine_args(
     argv: list[str],
     prog: str,
     add_server_arguments: Callable[[argparse.ArgumentParser], None],
+    resolve_model: Callable[[str], str],
 ) -> tuple[AsyncEngineArgs, tuple[str, ...]]:
     """Parse vLLM's engine flags, with our own beside them so that ``--config`` may set both.
+
+    Args:
+        argv: the command line.
+        prog: the program's name, for messages.
+        add_server_arguments: declares our own flags.
+        resolve_model: turns the model's name on the command line into one that vLLM knows.
 
     Returns:
         The arguments, and the served names: the default one first, then its aliases (vLLM's
@@ -52,11 +59,12 @@ def parse_engine_args(
     for name, value in chosen.items():
         if getattr(namespace, name) == value:
             _log.info("cpu default chosen", flag="--" + name.replace("_", "-"), value=value)
-    args = AsyncEngineArgs.from_cli_args(namespace)
     names = namespace.served_model_name or [namespace.model]
     if isinstance(names, str):
         names = [names]
-    return args, tuple(dict.fromkeys(names))
+    namespace.served_model_name = list(dict.fromkeys(names))
+    namespace.model = resolve_model(namespace.model)
+    return AsyncEngineArgs.from_cli_args(namespace), tuple(namespace.served_model_name)
 
 
 def engine_flags_help(

@@ -28,7 +28,7 @@ from tests.support import vllm_metadata
 from tests.support.models import model_dir
 from tests.support.server import READY_SECONDS, server_environment, wait_until
 
-_ORDER = ("demo", "reference", "tiny", "multi_eos")
+_ORDER = ("demo", "completions", "reference", "tiny", "multi_eos")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.peers import EngineSlot
-from tests.support.server import ENGINE_FLAGS, ServerProcess, server_environment, start_server
+from tests.support.server import ServerProcess, server_environment, start_server
 
 # The model is made from its package first.
 pytestmark = pytest.mark.timeout(600)
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def demo(engines: EngineSlot) -> Iterator[ServerProcess]:
-    """`--model demo` on a free port."""
+    """The demo model with every default but the port."""
     engines.clear()
-    with start_server("--model", "demo", "--port", "0", *ENGINE_FLAGS) as server:
+    with start_server("--model", "demo", "--port", "0") as server:
         yield server
 
 

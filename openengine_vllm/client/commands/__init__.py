@@ -55,6 +55,7 @@ class Command:
 COMMANDS: Final[dict[str, Command]] = {
     "generate": Command("generate text from a prompt or a chat message", f"{__name__}.generate"),
     "health": Command("tell whether an engine is ready", f"{__name__}.health"),
+    "demo-model": Command("make the folder of the demo model", "openengine_vllm.demo_model"),
     "info": Command("show an engine and its models", f"{__name__}.info"),
 }
 
