@@ -24,8 +24,10 @@ def stop_descendants() -> None:
     for process in running:
         _signal(process, kill=False)
     _, alive = psutil.wait_procs(running, timeout=_TERMINATE_SECONDS)
-    for process in {*alive, *_descendants()}:
+    stubborn = {*alive, *_descendants()}
+    for process in stubborn:
         _signal(process, kill=True)
+    psutil.wait_procs(stubborn, timeout=_TERMINATE_SECONDS)
 
 
 def _descendants() -> list[psutil.Process]:

@@ -15,6 +15,8 @@ import pytest
 from tests.engine.peers import EngineSlot
 from tests.support.server import ServerProcess, server_environment, start_server
 
+ROOT = Path(__file__).parents[2]
+
 # The model is made from its package first.
 pytestmark = pytest.mark.timeout(600)
 
@@ -56,28 +58,24 @@ def test_ready_line_has_its_form(demo: ServerProcess) -> None:
     )
 
 
-def test_printed_command_answers_with_paris(demo: ServerProcess) -> None:
-    done = run(*printed_command(demo))
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
-    assert re.search(r"\d+ prompt.*\d+ ", done.stderr), done.stderr
-
-
-def test_answer_comes_in_several_deltas(demo: ServerProcess) -> None:
-    process = subprocess.Popen(
-        printed_command(demo),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=server_environment(),
-    )
-    with process:
+def test_printed_command_streams_an_answer_that_names_paris(
+    demo: ServerProcess, tmp_path: Path
+) -> None:
+    log = tmp_path / "stderr.log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            printed_command(demo), stdout=subprocess.PIPE, stderr=stderr, env=server_environment()
+        ) as process,
+    ):
         assert process.stdout is not None
-        reads = []
-        while data := os.read(process.stdout.fileno(), 65536):
-            reads.append(data)
-    assert process.returncode == 0
-    assert len(reads) > 2
-    assert b"Paris" in b"".join(reads)
+        answer = process.stdout.fileno()
+        reads = list(iter(lambda: os.read(answer, 65536), b""))
+    usage = log.read_text()
+    assert process.returncode == 0, usage
+    assert "Paris" in b"".join(reads).decode()
+    assert len(reads) > 1, "the answer came in one piece"
+    assert re.search(r"tokens: \d+ prompt .*\+ \d+ completion = \d+\n$", usage), usage
 
 
 @pytest.mark.parametrize("command", ["health", "info"])
@@ -85,3 +83,21 @@ def test_other_commands_succeed(command: str, demo: ServerProcess) -> None:
     done = run(sys.executable, "-m", "openengine_vllm", command, "--target", demo.target)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_readme_program_runs(demo: ServerProcess) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert '"127.0.0.1:50051"' in program
+    done = run(sys.executable, "-c", program.replace("127.0.0.1:50051", demo.target))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_example_streams_rejects_and_cancels(demo: ServerProcess) -> None:
+    done = run(sys.executable, str(ROOT / "examples" / "stream.py"), demo.target)
+    assert done.returncode == 0, done.stderr
+    stream, rejection, cancellation = re.split(r"^-- .*\n", done.stdout, flags=re.MULTILINE)[1:]
+    assert "Paris" in stream
+    assert rejection.startswith("rejected at sampling.temperature: ")
+    assert cancellation.strip()
