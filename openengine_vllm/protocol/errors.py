@@ -152,9 +152,9 @@ def unimplemented(rpc: str) -> OpenEngineError:
     )
 
 
-def role_mismatch(message: str) -> OpenEngineError:
+def role_mismatch(field: str, message: str) -> OpenEngineError:
     """A request that an engine of another role would take."""
-    return OpenEngineError(pb.ERROR_CODE_ROLE_MISMATCH, message)
+    return OpenEngineError(pb.ERROR_CODE_ROLE_MISMATCH, message, details=_at(field))
 
 
 def model_not_found(model: str, *, field: str = "model") -> OpenEngineError:

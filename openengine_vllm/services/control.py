@@ -36,7 +36,7 @@ class ControlService:
         """Health; the inference probe runs only when it is asked for."""
         state = self._lifecycle.state
         if request.role not in (pb.ENGINE_ROLE_UNSPECIFIED, self._role):
-            raise errors.role_mismatch(f"this engine's role is {_role_name(self._role)}")
+            raise errors.role_mismatch("role", f"this engine's role is {_role_name(self._role)}")
         if request.model and state == pb.HEALTH_STATE_READY:
             self._check_model(request.model)
         engine_state = pb.HEALTH_STATE_READY if state == pb.HEALTH_STATE_DRAINING else state

@@ -28,7 +28,7 @@ def test_folder_is_what_vllm_loads(demo_model: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "bfloat16"
     assert "quantization_config" not in config
-    assert (demo_model / "generation_config.json").exists()
+    assert json.loads((demo_model / "generation_config.json").read_text())["temperature"] == 0
 
 
 def test_weights_and_tokenizer_fit_each_other(demo_model: Path) -> None:

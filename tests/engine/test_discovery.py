@@ -276,6 +276,7 @@ async def test_health_of_another_role_is_refused(probe: bool, role: Any, tiny: P
     error = await refusal(tiny.stub.Health(request))
     assert error.status is grpc.StatusCode.FAILED_PRECONDITION
     assert error.code == pb.ERROR_CODE_ROLE_MISMATCH
+    assert error.field == "role"
     assert "AGGREGATED" in error.message
 
 

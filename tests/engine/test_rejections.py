@@ -324,7 +324,9 @@ async def test_a_request_counts_with_all_its_sequences(multi_eos: Peer) -> None:
     too_many.model = ""
     too_many.sampling.temperature = 1.0
     too_many.sampling.num_sequences = MULTI_EOS_CAPACITY + 1
-    await overload(multi_eos, too_many)
+    error = await refusal(multi_eos.stub.Generate(too_many))
+    assert error.code == pb.ERROR_CODE_INVALID_ARGUMENT
+    assert error.field == "sampling.num_sequences"
     call.cancel()
 
 

@@ -92,8 +92,10 @@ def start_server(*arguments: str, wait: bool = True, **environment: str) -> Iter
                 text=True,
                 env=server_environment(**environment),
                 # A group of its own: a Ctrl-C for the tests is theirs to act on first, and a
-                # test can send one to the server and its engine.
-                start_new_session=True,
+                # test can send one to the server and its engine. No session of its own: Linux
+                # schedules each session as a whole, and on two cores the frontend then starves
+                # beside its own spinning engine for as long as that is busy.
+                process_group=0,
             )
         server = ServerProcess(process, log)
         try:

@@ -66,11 +66,11 @@ NAMED: list[tuple[OpenEngineError, str, StatusCode, bool, str | None]] = [
         None,
     ),
     (
-        errors.role_mismatch("this is a prefill engine"),
+        errors.role_mismatch("role", "this is a prefill engine"),
         "ROLE_MISMATCH",
         StatusCode.FAILED_PRECONDITION,
         False,
-        None,
+        "role",
     ),
     (errors.model_not_found("m"), "MODEL_NOT_FOUND", StatusCode.NOT_FOUND, False, "model"),
     (errors.adapter_not_found("a"), "MODEL_NOT_FOUND", StatusCode.NOT_FOUND, False, "lora_name"),
