@@ -39,7 +39,7 @@ def test_every_flag_reaches_its_setting() -> None:
     settings = parse(
         *("--host", "0.0.0.0", "--port", "0", "--uds", "/s", "--reflection", "off"),
         *("--drain-timeout", "0", "--stall-timeout", "1.5", "--probe-timeout", "2"),
-        *("--no-exit-on-engine-death", "--max-concurrent-requests", "3", "--max-sequences", "4"),
+        *("--no-exit-on-engine-death", "--max-concurrent-requests", "7", "--max-sequences", "4"),
         *("--max-request-bytes", "5", "--max-response-bytes", "6"),
         *("--server-log-level", "error"),
     )
@@ -51,13 +51,18 @@ def test_every_flag_reaches_its_setting() -> None:
         drain_timeout=0,
         stall_timeout=1.5,
         probe_timeout=2,
-        max_concurrent_requests=3,
+        max_concurrent_requests=7,
         max_request_bytes=5,
         limits=RequestLimits(max_sequences=4, max_response_bytes=6),
         reflection="off",
         exit_on_engine_death=False,
         log_level="error",
     )
+
+
+def test_one_request_gets_no_more_sequences_than_may_be_live() -> None:
+    settings = parse("--max-concurrent-requests", "3", "--max-sequences", "4")
+    assert settings.limits.max_sequences == 3
 
 
 @pytest.mark.parametrize(
