@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -88,7 +89,7 @@ def open_client(args: argparse.Namespace) -> Client:
 def run_command(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Runs a command's coroutine and turns every way to end into an exit code."""
     try:
-        code = asyncio.run(main())
+        code = asyncio.run(_interruptible(main()))
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -98,12 +99,24 @@ def run_command(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     except OpenEngineError as error:
         _complain(describe(error))
         return RPC_FAILED
-    except KeyboardInterrupt:
+    except (asyncio.CancelledError, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes what is left when it exits, and must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+async def _interruptible(main: Coroutine[Any, Any, int]) -> int:
+    """Runs the coroutine and cancels it on Ctrl-C.
+
+    asyncio's own handler runs only when the main thread wakes up, and the system may hand the
+    signal to one of gRPC's threads; the loop's handler wakes it.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    return await main
 
 
 def describe(error: OpenEngineError) -> str:
