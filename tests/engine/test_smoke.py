@@ -23,6 +23,7 @@ async def test_a_live_engine_serves_streams_rejects_aborts_and_stops() -> None:
                 "Once upon", max_tokens=9, ignore_eos=True, num_sequences=2, seed=1
             )
             assert [len(output.token_ids) for output in result.outputs] == [9, 9]
+            assert result.usage is not None
             assert result.usage.completion_tokens == 18
             repeated = await client.complete(
                 "Once upon", max_tokens=9, ignore_eos=True, num_sequences=2, seed=1

@@ -290,7 +290,7 @@ class TestStruct:
 
     def test_is_not_protobuf_s_own(self) -> None:
         with pytest.raises(TypeError, match="same class"):
-            pb.EngineError().details.CopyFrom(struct_pb2.Struct())
+            pb.EngineError().details.CopyFrom(struct_pb2.Struct())  # type: ignore[arg-type]
 
 
 class TestIsolation:
