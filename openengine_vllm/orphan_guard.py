@@ -15,11 +15,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 
 _POLL_SECONDS = 1.0
-_EXIT_SECONDS = 5.0
+_EXIT_SECONDS = 10.0
+_DYING_SECONDS = 5.0
+_DYING_POLL_SECONDS = 0.02
 
 
 class OrphanGuard:
@@ -69,6 +72,14 @@ def _birth(pid: int) -> str | None:
     return None
 
 
+def _runs(pid: int, birth: str | None) -> bool:
+    """Whether this very process is still there, and not only waiting to be reaped."""
+    with contextlib.suppress(OSError):
+        fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return fields[19] == birth and fields[0] != "Z"
+    return False
+
+
 def _descendants(roots: list[int]) -> set[int]:
     children, found = _children(), set[int]()
     while roots:
@@ -101,10 +112,15 @@ def _guard(server: int) -> None:
     if os.getppid() == server:
         look()
     alive = {pid for pid, birth in births.items() if _birth(pid) == birth}
+    killed = {}
     for pid in alive | _descendants(list(alive)):
         if not _is_resource_tracker(pid):
+            killed[pid] = _birth(pid)
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _DYING_SECONDS
+    while time.monotonic() < deadline and any(_runs(pid, birth) for pid, birth in killed.items()):
+        time.sleep(_DYING_POLL_SECONDS)
 
 
 if __name__ == "__main__":

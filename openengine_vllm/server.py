@@ -213,7 +213,7 @@ class Server:
         return self.lifecycle.state == pb.HEALTH_STATE_NOT_READY
 
     async def _engine_died(self) -> None:
-        _log.error("the engine has died", live_requests=len(self.registry))
+        _log.error("the engine has died")
         self.lifecycle.fail()
         await self._report_health()
         self._end_all(EndReason.ENGINE_DEAD)

@@ -220,6 +220,11 @@ def _sequences(sampling: pb.SamplingParams, allowed: RequestLimits) -> int:
     return sampling.num_sequences
 
 
+_LEAST_FLOAT = 2.0**-126
+_LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
+"""The range of normal 32-bit floats, which the engine computes with."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Range:
     low: float
@@ -241,7 +246,7 @@ _RANGES = {
     "min_p": _Range(0, 1, "0 to 1"),
     "frequency_penalty": _Range(-2, 2, "-2 to 2"),
     "presence_penalty": _Range(-2, 2, "-2 to 2"),
-    "repetition_penalty": _Range(0, math.inf, "above 0, finite", open_low=True),
+    "repetition_penalty": _Range(_LEAST_FLOAT, _LARGEST_FLOAT, "above 0 and within a 32-bit float"),
 }
 
 

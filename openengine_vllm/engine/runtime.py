@@ -23,7 +23,7 @@ from openengine_vllm.engine.decode import Detokenizer, FastDetokenizer
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.requests import GenerationPlan, ModelFacts, check_prompt_length
 from openengine_vllm.engine.slow_decode import SlowDetokenizer
-from openengine_vllm.engine.stream import GenerationStream, RunningSequence
+from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
 
@@ -42,12 +42,18 @@ class Engine:
         self.facts = facts
         self._serial = itertools.count()
         self._detokenizer = _detokenizer(llm)
+        self._progress = Progress()
         self._background: set[asyncio.Task[None]] = set()
 
     @property
     def dead(self) -> bool:
         """Whether the engine's processes or its output handling have died."""
         return bool(self._llm.errored)
+
+    @property
+    def progress(self) -> int:
+        """A number that changes whenever the engine answers any request."""
+        return self._progress.outputs
 
     def unfinished(self) -> int:
         """Requests that vLLM's frontend still tracks."""
@@ -80,6 +86,7 @@ class Engine:
             prompt_tokens=len(prompt_ids),
             reports_cache=self.facts.prefix_caching,
             abort=self.abort,
+            progress=self._progress,
         )
 
     def abort(self, engine_ids: Sequence[str]) -> None:

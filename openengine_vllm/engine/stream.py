@@ -61,6 +61,13 @@ class RunningSequence:
             raise errors.engine_dead() from error
 
 
+@dataclass(slots=True)
+class Progress:
+    """Counts what the engine has answered, over all requests."""
+
+    outputs: int = 0
+
+
 class GenerationStream:
     """The events of one accepted request, as serialised GenerateResponse messages.
 
@@ -70,6 +77,7 @@ class GenerationStream:
         prompt_tokens: length of the prompt.
         reports_cache: whether usage tells cached prompt tokens (prefix caching is on).
         abort: tells the engine to drop requests, by engine id; returns at once.
+        progress: counts the engine's answers.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class GenerationStream:
         prompt_tokens: int,
         reports_cache: bool,
         abort: Callable[[Sequence[str]], None],
+        progress: Progress,
     ) -> None:
         self._all = tuple(sequences)
         self._live = list(sequences)
@@ -87,6 +96,7 @@ class GenerationStream:
         self._prompt_tokens = prompt_tokens
         self._reports_cache = reports_cache
         self._abort = abort
+        self._progress = progress
         self._cached_tokens = 0
         self._end_reason: EndReason | None = None
         self._wake = WakeUp()
@@ -129,6 +139,7 @@ class GenerationStream:
             for sequence in tuple(self._live):
                 output = sequence.take()
                 if output is not None:
+                    self._progress.outputs += 1
                     self._add(sequence, output, messages)
         except errors.OpenEngineError as error:
             self._fail(error, messages)

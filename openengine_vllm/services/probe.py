@@ -15,7 +15,7 @@ class InferenceProbe:
     """Runs at most one probe at a time.
 
     Args:
-        timeout: seconds after which the engine counts as hung.
+        timeout: seconds after which an engine that answers nobody counts as hung.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -29,10 +29,13 @@ class InferenceProbe:
         return await asyncio.shield(self._running)
 
     async def _probe(self, engine: Engine) -> str | None:
+        before = engine.progress
         try:
             async with asyncio.timeout(self._timeout):
                 await engine.probe()
         except TimeoutError:
+            if engine.progress != before:  # it answers others: the probe waits in its queue
+                return None
             return f"the engine did not answer within {self._timeout:g} s"
         except errors.OpenEngineError as error:
             return error.message

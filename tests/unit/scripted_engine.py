@@ -12,7 +12,7 @@ from grpc import aio
 
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.requests import GenerationPlan, ModelFacts
-from openengine_vllm.engine.stream import GenerationStream, RunningSequence
+from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import v1 as pb
@@ -107,10 +107,15 @@ class ScriptedEngine:
         """Requests and probes wait here."""
         self.gate.set()
         self.probes = 0
+        self._progress = Progress()
         self.probed = asyncio.Event()
         """Set by the first probe."""
         self.probe_error: Exception | None = None
         self.changed = asyncio.Condition()
+
+    @property
+    def progress(self) -> int:
+        return self._progress.outputs
 
     async def submit(self, plan: GenerationPlan) -> GenerationStream:
         """Accept a request."""
@@ -134,6 +139,7 @@ class ScriptedEngine:
             prompt_tokens=len(plan.prompt_ids or ()),
             reports_cache=True,
             abort=self.abort,
+            progress=self._progress,
         )
         async with self.changed:
             self.changed.notify_all()

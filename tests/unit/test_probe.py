@@ -75,3 +75,15 @@ async def test_a_fault_reaches_every_caller_and_the_next_probe_is_new() -> None:
     assert [type(result) for result in results] == [RuntimeError] * 2
     engine.probe_error = None
     assert await probe.run(cast("Any", engine)) is None
+
+
+async def test_busy_engine_that_answers_others_is_not_hung() -> None:
+    """The probe waits behind other work: only an engine that answers nobody counts as hung."""
+    engine = ScriptedEngine()
+    engine.gate.clear()
+    probe = InferenceProbe(0.2)
+    caller = await start(probe, engine)
+    engine._progress.outputs += 1
+    assert await caller is None
+    caller = await start(probe, engine)
+    assert "did not answer" in (await caller or "")

@@ -91,7 +91,7 @@ SAMPLING: list[tuple[str, tuple[float, ...], tuple[float, ...], str]] = [
     ("min_p", (0, 1), (-SMALLEST, math.nextafter(1, 2), -1e308), "0 to 1"),
     ("frequency_penalty", (-2, 0, 2), (math.nextafter(-2, -3), 2.1, 1e308), "-2 to 2"),
     ("presence_penalty", (-2, 0, 2), (math.nextafter(-2, -3), 2.1, -1e308), "-2 to 2"),
-    ("repetition_penalty", (SMALLEST, 1, 2), (0, -0.0, -1, -SMALLEST), "above 0"),
+    ("repetition_penalty", (2.0**-126, 1, 3.4e38), (0, -0.0, -1, SMALLEST, 1e308), "above 0"),
 ]
 FLOATS_TAKEN = [(name, value) for name, taken, _, _ in SAMPLING for value in taken]
 FLOATS_REFUSED = [

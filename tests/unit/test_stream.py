@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from openengine_vllm.engine.outputs import SequenceOutput, StopRules
 from openengine_vllm.engine.stops import StopAutomaton
-from openengine_vllm.engine.stream import GenerationStream, RunningSequence
+from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
 from openengine_vllm.registry import EndReason
@@ -38,6 +38,7 @@ class Request:
             prompt_tokens=7,
             reports_cache=caches,
             abort=self.aborted.extend,
+            progress=Progress(),
         )
 
     async def next(self) -> list[pb.GenerateResponse]:
