@@ -61,8 +61,6 @@ class ControlService:
         _ = self._lifecycle.serving
         target = request.WhichOneof("target")
         if target == "request_id":
-            if not request.request_id:
-                raise errors.invalid_argument("request_id", "request_id must not be empty")
             return self._abort_one(request.request_id)
         if target == "all_requests":
             return self._abort_all()
