@@ -642,7 +642,8 @@ def test_any_kv_bytes(data: bytes, field: int) -> None:
 
 def test_plans_go_into_vllms_sampling_params() -> None:
     """All at once, at an end of each range."""
-    sampling_params = pytest.importorskip("vllm").SamplingParams
+    from vllm import SamplingParams
+
     for index in (0, -1):
         values: dict[str, Any] = {name: taken[index] for name, taken, _, _ in SAMPLING}
         values["temperature"] = 2
@@ -652,7 +653,7 @@ def test_plans_go_into_vllms_sampling_params() -> None:
                 stopping=conditions(0, 999),
             )
         )
-        params = sampling_params(**made.sampling, seed=made.seed, max_tokens=5, detokenize=False)
+        params = SamplingParams(**made.sampling, seed=made.seed, max_tokens=5, detokenize=False)
 
         assert params.seed == SEED_MASK
         assert params.stop_token_ids == [0, 999]
