@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from openengine_vllm.engine.requests import ModelFacts
+from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.revision import (

@@ -7,14 +7,16 @@ fault and what it allows. Nothing that is not understood here reaches vLLM.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from openengine_vllm import limits
+from openengine_vllm.engine.checks import check_token_ids, rejected, unsupported
+from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.outputs import StopRules
 from openengine_vllm.engine.stops import StopAutomaton
 from openengine_vllm.limits import RequestLimits
@@ -23,26 +25,6 @@ from openengine_vllm.protocol import v1 as pb
 
 SEED_MASK = (1 << 63) - 1
 """vLLM's seeds repeat modulo 2^63 and overflow near 2^64, so they are folded beforehand."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What of the live model and engine a request is checked against."""
-
-    served_names: tuple[str, ...]
-    """The default served name first, then its aliases."""
-    max_model_len: int
-    """Tokens of prompt and output together."""
-    vocab_size: int
-    has_tokenizer: bool
-    generates: bool
-    """False for an engine that runs a pooling model."""
-    prefix_caching: bool
-    priority_scheduling: bool
-    data_parallel_ranks: tuple[int, ...]
-    """The absolute ranks that this process serves."""
-    default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The model's own sampling defaults (generation_config), by vLLM's parameter names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +72,9 @@ def plan_generation(
     sequences = _sequences(request.sampling, allowed)
     sampling = _sampling(request.sampling, model)
     if sequences > 1 and sampling.get("temperature", 1.0) == 0:
-        _reject("sampling.num_sequences", "must be 1 when temperature is 0 (greedy sampling)")
+        raise rejected(
+            "sampling.num_sequences", "must be 1 when temperature is 0 (greedy sampling)"
+        )
     max_tokens, min_tokens = _lengths(request.stopping, model)
     rules = _stop_rules(request.stopping, model, allowed, min_tokens)
     kv = request.kv
@@ -119,7 +103,7 @@ def plan_generation(
 def check_request_id(request_id: str) -> str:
     """A request id that is present, printable and not too long, or INVALID_ARGUMENT."""
     if not 0 < len(request_id) <= limits.MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
-        _reject(
+        raise rejected(
             "request_id",
             f"is required and takes 1 to {limits.MAX_REQUEST_ID_LENGTH} printable characters",
         )
@@ -129,27 +113,19 @@ def check_request_id(request_id: str) -> str:
 def check_prompt_length(length: int, min_tokens: int, field_path: str, model: ModelFacts) -> None:
     """Reject a prompt that is empty or leaves no room for an answer in the context."""
     if not length:
-        _reject(field_path, "must hold at least one token")
+        raise rejected(field_path, "must hold at least one token")
     room = model.max_model_len - length
     if room < 1:
-        _reject(
+        raise rejected(
             field_path,
             f"has {length} tokens; the context of {model.max_model_len} tokens "
             "must leave room for at least one token of output",
         )
     if min_tokens > room:
-        _reject(
+        raise rejected(
             "stopping.min_tokens",
             f"is {min_tokens}, but only {room} tokens fit behind the prompt",
         )
-
-
-def _reject(field_path: str, message: str) -> NoReturn:
-    raise errors.invalid_argument(field_path, f"{field_path} {message}")
-
-
-def _unsupported(field_path: str, message: str) -> NoReturn:
-    raise errors.unsupported_option(field_path, f"{field_path} {message}")
 
 
 def _check_unsupported(request: pb.GenerateRequest) -> None:
@@ -159,20 +135,20 @@ def _check_unsupported(request: pb.GenerateRequest) -> None:
                 "kv.session", "kv.session is for a DECODE engine; this one is AGGREGATED"
             )
         if _has_unknown_fields(request.kv):
-            _reject("kv", "holds fields that this revision of the schema does not define")
+            raise rejected("kv", "holds fields that this revision of the schema does not define")
     if request.media:
-        _unsupported("media", "is not supported by this server")
+        raise unsupported("media", "is not supported by this server")
     if request.lora_name:
-        _unsupported("lora_name", "is not supported by this server")
+        raise unsupported("lora_name", "is not supported by this server")
     if request.HasField("guided"):
-        _unsupported("guided", "is not supported by this server")
+        raise unsupported("guided", "is not supported by this server")
     response = request.response
     for name in ("return_prompt_logprobs", "return_output_logprobs"):
         if getattr(response, name):
-            _unsupported(f"response.{name}", "is not supported by this server")
+            raise unsupported(f"response.{name}", "is not supported by this server")
     for name in ("prompt_candidates", "output_candidates", "prompt_logprob_start"):
         if response.HasField(name):  # type: ignore[arg-type]
-            _unsupported(f"response.{name}", "is not supported by this server")
+            raise unsupported(f"response.{name}", "is not supported by this server")
 
 
 def _has_unknown_fields(message: Message) -> bool:
@@ -181,39 +157,35 @@ def _has_unknown_fields(message: Message) -> bool:
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > limits.MAX_METADATA_ENTRIES:
-        _reject("metadata", f"has {len(metadata)} entries; {limits.MAX_METADATA_ENTRIES} allowed")
+        raise rejected(
+            "metadata", f"has {len(metadata)} entries; {limits.MAX_METADATA_ENTRIES} allowed"
+        )
     size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
     if size > limits.MAX_METADATA_BYTES:
-        _reject("metadata", f"has {size} bytes; {limits.MAX_METADATA_BYTES} are allowed")
+        raise rejected("metadata", f"has {size} bytes; {limits.MAX_METADATA_BYTES} are allowed")
 
 
 def _prompt(request: pb.GenerateRequest, model: ModelFacts) -> tuple[str | None, list[int] | None]:
     kind = request.WhichOneof("input")
     if kind == "prompt":
         if not model.has_tokenizer:
-            _unsupported("prompt", "needs a tokenizer; this engine takes token_ids only")
+            raise unsupported("prompt", "needs a tokenizer; this engine takes token_ids only")
         if not request.prompt:
-            _reject("prompt", "must not be empty")
+            raise rejected("prompt", "must not be empty")
         return request.prompt, None
     if kind == "token_ids":
         ids = list(request.token_ids.ids)
         check_prompt_length(len(ids), 0, "token_ids.ids", model)
-        _check_token_ids(ids, "token_ids.ids", model)
+        check_token_ids(ids, "token_ids.ids", model)
         return None, ids
-    _reject("input", "is required: set prompt or token_ids")
-
-
-def _check_token_ids(ids: Iterable[int], field_path: str, model: ModelFacts) -> None:
-    largest = max(ids)
-    if largest >= model.vocab_size:
-        _reject(field_path, f"holds {largest}; token ids range from 0 to {model.vocab_size - 1}")
+    raise rejected("input", "is required: set prompt or token_ids")
 
 
 def _sequences(sampling: pb.SamplingParams, allowed: RequestLimits) -> int:
     if not sampling.HasField("num_sequences"):
         return 1
     if not 1 <= sampling.num_sequences <= allowed.max_sequences:
-        _reject(
+        raise rejected(
             "sampling.num_sequences",
             f"is {sampling.num_sequences}; allowed are 1 to {allowed.max_sequences}",
         )
@@ -257,7 +229,7 @@ def _sampling(sampling: pb.SamplingParams, model: ModelFacts) -> dict[str, Any]:
             continue
         value = getattr(sampling, name)
         if not allowed.holds(value):
-            _reject(f"sampling.{name}", f"is {value}; allowed is {allowed.text}")
+            raise rejected(f"sampling.{name}", f"is {value}; allowed is {allowed.text}")
         values[name] = value
     return values
 
@@ -267,12 +239,14 @@ def _lengths(stopping: pb.StoppingOptions, model: ModelFacts) -> tuple[int | Non
     if stopping.HasField("max_tokens"):
         max_tokens = stopping.max_tokens
         if not max_tokens:
-            _reject("stopping.max_tokens", "is 0; it must be at least 1 when present")
+            raise rejected("stopping.max_tokens", "is 0; it must be at least 1 when present")
     longest = model.max_model_len - 1
     if stopping.min_tokens > longest:
-        _reject("stopping.min_tokens", f"is {stopping.min_tokens}; the context allows {longest}")
+        raise rejected(
+            "stopping.min_tokens", f"is {stopping.min_tokens}; the context allows {longest}"
+        )
     if max_tokens is not None and stopping.min_tokens > max_tokens:
-        _reject(
+        raise rejected(
             "stopping.min_tokens",
             f"is {stopping.min_tokens}, which is more than max_tokens ({max_tokens})",
         )
@@ -283,7 +257,7 @@ def _stop_rules(
     stopping: pb.StoppingOptions, model: ModelFacts, allowed: RequestLimits, min_tokens: int
 ) -> StopRules:
     if len(stopping.conditions) > allowed.max_stop_conditions:
-        _reject(
+        raise rejected(
             "stopping.conditions",
             f"has {len(stopping.conditions)} entries; {allowed.max_stop_conditions} are allowed",
         )
@@ -294,18 +268,18 @@ def _stop_rules(
         kind = condition.WhichOneof("condition")
         if kind == "stop_text":
             if not condition.stop_text:
-                _reject(f"{path}.stop_text", "must not be empty")
+                raise rejected(f"{path}.stop_text", "must not be empty")
             if not model.has_tokenizer:
-                _unsupported(f"{path}.stop_text", "needs a tokenizer; this engine has none")
+                raise unsupported(f"{path}.stop_text", "needs a tokenizer; this engine has none")
             texts.append(condition.stop_text)
         elif kind == "stop_token_id":
-            _check_token_ids((condition.stop_token_id,), f"{path}.stop_token_id", model)
+            check_token_ids((condition.stop_token_id,), f"{path}.stop_token_id", model)
             token_ids.add(condition.stop_token_id)
         else:
-            _reject(path, "must set stop_text or stop_token_id")
+            raise rejected(path, "must set stop_text or stop_token_id")
     size = sum(len(text.encode()) for text in texts)
     if size > allowed.max_stop_bytes:
-        _reject(
+        raise rejected(
             "stopping.conditions",
             f"hold {size} bytes of stop text; {allowed.max_stop_bytes} are allowed",
         )
@@ -319,7 +293,7 @@ def _stop_rules(
 
 def _priority(request: pb.GenerateRequest, model: ModelFacts) -> int:
     if request.priority and not model.priority_scheduling:
-        _unsupported("priority", "needs an engine with --scheduling-policy priority")
+        raise unsupported("priority", "needs an engine with --scheduling-policy priority")
     return request.priority
 
 
@@ -328,9 +302,11 @@ def _cache_salt(kv: pb.KvOptions, model: ModelFacts) -> str | None:
         return None
     size = len(kv.cache_salt.encode())
     if size > limits.MAX_CACHE_SALT_BYTES:
-        _reject("kv.cache_salt", f"has {size} bytes; {limits.MAX_CACHE_SALT_BYTES} are allowed")
+        raise rejected(
+            "kv.cache_salt", f"has {size} bytes; {limits.MAX_CACHE_SALT_BYTES} are allowed"
+        )
     if not model.prefix_caching:
-        _unsupported("kv.cache_salt", "needs prefix caching, which is off")
+        raise unsupported("kv.cache_salt", "needs prefix caching, which is off")
     return kv.cache_salt
 
 
@@ -339,5 +315,7 @@ def _rank(kv: pb.KvOptions, model: ModelFacts) -> int | None:
         return None
     if kv.data_parallel_rank not in model.data_parallel_ranks:
         ranks = ", ".join(map(str, model.data_parallel_ranks))
-        _reject("kv.data_parallel_rank", f"is {kv.data_parallel_rank}; this engine serves {ranks}")
+        raise rejected(
+            "kv.data_parallel_rank", f"is {kv.data_parallel_rank}; this engine serves {ranks}"
+        )
     return kv.data_parallel_rank

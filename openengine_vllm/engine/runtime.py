@@ -20,8 +20,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openengine_vllm.engine.decode import Detokenizer, FastDetokenizer
+from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.outputs import SequenceOutput
-from openengine_vllm.engine.requests import GenerationPlan, ModelFacts, check_prompt_length
+from openengine_vllm.engine.requests import GenerationPlan, check_prompt_length
 from openengine_vllm.engine.slow_decode import SlowDetokenizer
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.protocol import errors

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openengine_vllm import limits
+from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.requests import (
     SEED_MASK,
     GenerationPlan,
-    ModelFacts,
     check_prompt_length,
     check_request_id,
     plan_generation,
