@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from grpc import aio
 
-from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.facts import ModelFacts
+from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.requests import GenerationPlan
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.lifecycle import Lifecycle, Serving
