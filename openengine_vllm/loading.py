@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from openengine_vllm.demo_model import ensure_demo_model
+from openengine_vllm.engine.detokenizers import detokenizer_of
 from openengine_vllm.engine.discovery import engine_info, has_chat_template, model_facts, model_info
 from openengine_vllm.engine.launch import build_engine, parse_engine_args
 from openengine_vllm.engine.runtime import Engine
@@ -24,9 +25,11 @@ def load_engine(
     """
     args, served_names = parse_engine_args(argv, prog, add_server_arguments, _resolve_model)
     llm = build_engine(args)
-    facts = model_facts(llm, served_names)
+    detokenizer = detokenizer_of(llm)
+    pieces = detokenizer.pieces(llm.model_config.get_vocab_size())
+    facts = model_facts(llm, served_names, pieces)
     return Serving(
-        engine=Engine(llm, facts),
+        engine=Engine(llm, facts, detokenizer, settings.limits.max_response_bytes),
         engine_info=engine_info(
             llm.vllm_config, facts, instance_id, pb.ENGINE_ROLE_AGGREGATED, version
         ),

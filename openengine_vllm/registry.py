@@ -24,6 +24,8 @@ class EndReason(enum.Enum):
     """The drain's deadline passed: the stream fails with DRAINING."""
     ENGINE_DEAD = "engine_dead"
     """The engine is gone: the stream fails with INTERNAL, retryable."""
+    SLOW_CLIENT = "slow_client"
+    """Too much waits for the client to read it: the stream fails with OVERLOADED."""
 
 
 @dataclass(slots=True, eq=False)

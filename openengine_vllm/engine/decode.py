@@ -14,6 +14,8 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from openengine_vllm.engine.pieces import Pieces, pieces_of
+
 _INVALID_PREFIX = "Invalid prefix encountered"
 _REPLACEMENT = "\ufffd"
 _PRIMING_TOKENS = 64
@@ -40,6 +42,10 @@ class Detokenizer(Protocol):
         """A decoder for a sequence that follows this prompt."""
         ...
 
+    def pieces(self, vocab_size: int) -> Pieces:
+        """Every token of the vocabulary by itself."""
+        ...
+
 
 class FastDetokenizer:
     """Decoding by a Hugging Face ``tokenizers.Tokenizer``."""
@@ -55,6 +61,10 @@ class FastDetokenizer:
     def decoder(self, prompt_ids: Sequence[int]) -> TokenDecoder:
         """See :class:`Detokenizer`."""
         return _FastDecoder(self._tokenizer, *self._end_of(prompt_ids))
+
+    def pieces(self, vocab_size: int) -> Pieces:
+        """See :class:`Detokenizer`."""
+        return pieces_of(self._tokenizer.decode_batch, vocab_size, self.special_tokens)
 
     def _end_of(self, prompt_ids: Sequence[int]) -> tuple[list[int], bool]:
         """The prompt's last ids that have text, and whether they are all of them."""

@@ -6,9 +6,12 @@ absent; capabilities come from the same facts that requests are checked against.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from openengine_vllm.engine.facts import ModelFacts
+from openengine_vllm.engine.pieces import Pieces
+from openengine_vllm.engine.token_information import TOP_N, Mode, output_modes, prompt_modes
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.revision import (
@@ -24,20 +27,25 @@ if TYPE_CHECKING:
 ENGINE_NAME = "vllm"
 
 
-def model_facts(llm: AsyncLLM, served_names: tuple[str, ...]) -> ModelFacts:
+def model_facts(llm: AsyncLLM, served_names: tuple[str, ...], pieces: Pieces) -> ModelFacts:
     """The facts that requests are validated against."""
     config = llm.vllm_config
     model = config.model_config
+    vocab_size = model.get_vocab_size()
     return ModelFacts(
         served_names=served_names,
         max_model_len=model.max_model_len,
-        vocab_size=model.get_vocab_size(),
+        vocab_size=vocab_size,
         has_tokenizer=not model.skip_tokenizer_init,
         generates=model.runner_type == "generate",
         prefix_caching=bool(config.cache_config.enable_prefix_caching),
         priority_scheduling=config.scheduler_config.policy == "priority",
         data_parallel_ranks=tuple(llm.engine_core.engine_ranks_managed),
         default_sampling=model.get_diff_sampling_param(),
+        max_logprobs=vocab_size
+        if model.max_logprobs == -1
+        else min(model.max_logprobs, vocab_size),
+        pieces=pieces,
     )
 
 
@@ -105,10 +113,18 @@ def model_info(config: VllmConfig, facts: ModelFacts, allowed: RequestLimits) ->
     return info
 
 
+def _logprobs(modes: Sequence[Mode], facts: ModelFacts) -> pb.LogprobCapabilities:
+    return pb.LogprobCapabilities(
+        supported=True,
+        candidate_selection_modes=modes,
+        max_top_n=facts.max_logprobs if TOP_N in modes else None,
+    )
+
+
 def _generation(facts: ModelFacts, allowed: RequestLimits) -> pb.GenerationCapabilities:
     return pb.GenerationCapabilities(
-        prompt_logprobs=pb.LogprobCapabilities(supported=False),
-        output_logprobs=pb.LogprobCapabilities(supported=False),
+        prompt_logprobs=_logprobs(prompt_modes(facts), facts),
+        output_logprobs=_logprobs(output_modes(facts), facts),
         guided_decoding=pb.GuidedDecodingCapabilities(supported=False),
         max_num_sequences=allowed.max_sequences,
         supports_priority=facts.priority_scheduling,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from openengine_vllm.engine.pieces import Pieces
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -25,3 +27,7 @@ class ModelFacts:
     """The absolute ranks that this process serves."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     """The model's own sampling defaults (generation_config), by vLLM's parameter names."""
+    max_logprobs: int = 20
+    """Ranked candidates that the engine scores at one position, at the most."""
+    pieces: Pieces = field(default_factory=Pieces)
+    """The text of every token."""

@@ -14,9 +14,14 @@ import enum
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import TYPE_CHECKING
 
 from openengine_vllm.engine.decode import TokenDecoder
 from openengine_vllm.engine.stops import StopAutomaton
+
+if TYPE_CHECKING:
+    from openengine_vllm.engine.scores import ScoreRow
 
 
 class Finish(enum.Enum):
@@ -52,13 +57,25 @@ class StopRules:
     include_in_output: bool = False
     min_tokens: int = 0
 
+    @property
+    def most_held_back(self) -> int:
+        """Characters that can be held back at the most."""
+        if self.automaton is None or self.include_in_output:
+            return 0
+        return max(self.automaton.depth)
+
 
 @dataclass(slots=True)
 class Token:
-    """A token to send; ``text`` is the piece that it adds, or a special token's own string."""
+    """A token to send; ``text`` is the piece that it adds, or a special token's own string.
+
+    ``special`` tells that the output's text leaves it out; ``score`` is what was asked of it.
+    """
 
     token_id: int
     text: str
+    special: bool = False
+    score: ScoreRow | None = None
 
 
 @dataclass(slots=True)
@@ -76,11 +93,10 @@ class _Held:
     token: Token
     start: int
     length: int
-    special: bool
 
     def is_before(self, end: int) -> bool:
         """Whether it belongs wholly or in part to the text in front of ``end``."""
-        return self.start <= end if self.special else self.start < end
+        return self.start <= end if self.token.special else self.start < end
 
     def is_settled(self, end: int) -> bool:
         """Whether nothing of it can change any more when text from ``end`` on may."""
@@ -110,26 +126,32 @@ class SequenceOutput:
         self.generated = 0
         """Tokens that the engine generated up to the end of this output."""
 
-    def feed(self, token_ids: Sequence[int], finish: Finish | None) -> Step:
+    def feed(
+        self,
+        token_ids: Sequence[int],
+        finish: Finish | None,
+        scores: Sequence[ScoreRow] | None = None,
+    ) -> Step:
         """Take the next delta.
 
         Args:
             token_ids: new tokens; with ``Finish.STOP`` the last one is what the engine
                 stopped at.
             finish: set on the engine's last delta of this output.
+            scores: one for each of the tokens, when they were asked for.
         """
         step = Step()
-        if finish is None and len(token_ids) == 1:
-            self._add(token_ids[0], step)
+        if finish is None and scores is None and len(token_ids) == 1:
+            self._add(token_ids[0], None, step)
             return step
-        stopped_at = None
-        if finish is Finish.STOP and token_ids:
-            *token_ids, stopped_at = token_ids
-        for token_id in token_ids:
-            if self._add(token_id, step):
+        rows = repeat(None, len(token_ids)) if scores is None else scores
+        tokens = list(zip(token_ids, rows, strict=True))
+        stopped_at = tokens.pop() if finish is Finish.STOP and tokens else None
+        for token_id, score in tokens:
+            if self._add(token_id, score, step):
                 return step
         if stopped_at is not None:
-            self._add_stop_token(stopped_at, step)
+            self._add_stop_token(*stopped_at, step)
         if finish is not None:
             step.finish = finish
             self._flush(step)
@@ -139,25 +161,25 @@ class SequenceOutput:
         """End the output from outside; what was held back is shown."""
         return self.feed((), finish)
 
-    def _add(self, token_id: int, step: Step) -> bool:
+    def _add(self, token_id: int, score: ScoreRow | None, step: Step) -> bool:
         """Add a token; true when it completes a stop text."""
         self.generated += 1
         text = self._decoder.step(token_id)
         special = None if text else self._special.get(token_id)
-        token = Token(token_id, text if special is None else special)
+        token = Token(token_id, text, False, score)
+        if special is not None:
+            token.text, token.special = special, True
         automaton = self._rules.automaton
         if automaton is None:
             step.tokens.append(token)
             step.text += text
             return False
-        return self._add_watched(automaton, token, text, special is not None, step)
+        return self._add_watched(automaton, token, text, step)
 
-    def _add_watched(
-        self, automaton: StopAutomaton, token: Token, text: str, special: bool, step: Step
-    ) -> bool:
+    def _add_watched(self, automaton: StopAutomaton, token: Token, text: str, step: Step) -> bool:
         start = self._length
         self._length += len(text)
-        self._held.append(_Held(token, start, len(text), special))
+        self._held.append(_Held(token, start, len(text)))
         if not automaton.can_skip(self._state, text):
             may_stop = self.generated > self._rules.min_tokens
             for position, char in enumerate(text, start + 1):
@@ -177,7 +199,7 @@ class SequenceOutput:
         for held in self._held:
             if not held.is_before(visible):
                 break
-            if not held.special:
+            if not held.token.special:
                 held.token.text = held.token.text[: visible - held.start]
                 step.text += held.token.text
             step.tokens.append(held.token)
@@ -185,16 +207,16 @@ class SequenceOutput:
         step.finish = Finish.STOP
         step.stop_match = StopMatch(StopKind.TEXT, stop)
 
-    def _add_stop_token(self, token_id: int, step: Step) -> None:
+    def _add_stop_token(self, token_id: int, score: ScoreRow | None, step: Step) -> None:
         if token_id not in self._rules.token_ids:
             self.generated += 1
             step.stop_match = StopMatch(StopKind.EOS, token_id)
             self._flush(step)
-            step.tokens.append(Token(token_id, self._special.get(token_id, "")))
+            step.tokens.append(Token(token_id, self._special.get(token_id, ""), True, score))
         elif not self._rules.include_in_output:
             self.generated += 1
             step.stop_match = StopMatch(StopKind.TOKEN, token_id)
-        elif not self._add(token_id, step):  # else its own text has completed a stop text
+        elif not self._add(token_id, score, step):  # else its own text has completed a stop text
             step.stop_match = StopMatch(StopKind.TOKEN, token_id)
 
     def _release(self, end: int, step: Step, *, all_of_it: bool = False) -> None:
@@ -202,7 +224,7 @@ class SequenceOutput:
         while held and (all_of_it or held[0].is_settled(end)):
             first = held.popleft()
             step.tokens.append(first.token)
-            if not first.special:
+            if not first.token.special:
                 step.text += first.token.text
 
     def _flush(self, step: Step) -> None:

@@ -19,6 +19,11 @@ from openengine_vllm.engine.checks import check_token_ids, rejected, unsupported
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.outputs import StopRules
 from openengine_vllm.engine.stops import StopAutomaton
+from openengine_vllm.engine.token_information import (
+    TokenInformation,
+    check_output_information,
+    plan_information,
+)
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
@@ -42,6 +47,7 @@ class GenerationPlan:
     """As asked or as the model's default says; None means up to the context."""
     min_tokens: int
     rules: StopRules
+    information: TokenInformation
     priority: int
     """In the contract's sense: larger is sooner."""
     cache_salt: str | None
@@ -77,6 +83,8 @@ def plan_generation(
         )
     max_tokens, min_tokens = _lengths(request.stopping, model)
     rules = _stop_rules(request.stopping, model, allowed, min_tokens)
+    information = plan_information(request, model)
+    check_output_information(information, model, allowed.max_response_bytes, sequences, rules)
     kv = request.kv
     return GenerationPlan(
         request_id=request_id,
@@ -93,6 +101,7 @@ def plan_generation(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         rules=rules,
+        information=information,
         priority=_priority(request, model),
         cache_salt=_cache_salt(kv, model),
         bypass_prefix_cache=kv.bypass_prefix_cache,
@@ -142,13 +151,6 @@ def _check_unsupported(request: pb.GenerateRequest) -> None:
         raise unsupported("lora_name", "is not supported by this server")
     if request.HasField("guided"):
         raise unsupported("guided", "is not supported by this server")
-    response = request.response
-    for name in ("return_prompt_logprobs", "return_output_logprobs"):
-        if getattr(response, name):
-            raise unsupported(f"response.{name}", "is not supported by this server")
-    for name in ("prompt_candidates", "output_candidates", "prompt_logprob_start"):
-        if response.HasField(name):  # type: ignore[arg-type]
-            raise unsupported(f"response.{name}", "is not supported by this server")
 
 
 def _has_unknown_fields(message: Message) -> bool:

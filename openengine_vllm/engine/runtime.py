@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
-from transformers import TokenizersBackend
 from vllm import PoolingParams, SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openengine_vllm.engine.decode import Detokenizer, FastDetokenizer
+from openengine_vllm.engine.decode import Detokenizer
 from openengine_vllm.engine.facts import ModelFacts
+from openengine_vllm.engine.gate import BatchGate, BatchKind
+from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.requests import GenerationPlan, check_prompt_length
-from openengine_vllm.engine.slow_decode import SlowDetokenizer
+from openengine_vllm.engine.scores import keep_arrays
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
+from openengine_vllm.engine.token_information import check_prompt_information
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
+from openengine_vllm.registry import EndReason
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput
@@ -36,13 +39,23 @@ _log = structlog.get_logger(__name__)
 
 
 class Engine:
-    """One live ``AsyncLLM``, used from the event loop that first calls it."""
+    """One live ``AsyncLLM``, used from the event loop that first calls it.
 
-    def __init__(self, llm: AsyncLLM, facts: ModelFacts) -> None:
+    Args:
+        detokenizer: of the engine's tokenizer.
+        most_bytes: of one event of a stream.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, facts: ModelFacts, detokenizer: Detokenizer, most_bytes: int
+    ) -> None:
         self._llm = llm
         self.facts = facts
+        self._most_bytes = most_bytes
         self._serial = itertools.count()
-        self._detokenizer = _detokenizer(llm)
+        self._detokenizer = detokenizer
+        self._gate = None if llm.vllm_config.use_v2_model_runner else BatchGate()
+        self._worker = ThreadPoolExecutor(1, "encode")
         self._progress = Progress()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -69,11 +82,38 @@ class Engine:
         prompt, prompt_ids = await self._render(plan)
         path = "prompt" if plan.prompt_ids is None else "token_ids.ids"
         check_prompt_length(len(prompt_ids), plan.min_tokens, path, self.facts)
+        check_prompt_information(plan.information, prompt_ids, self.facts, self._most_bytes)
+        leave = await self._enter(plan.information.batch_kind)
+        try:
+            return await self._begin(plan, prompt, prompt_ids, leave)
+        except BaseException:
+            leave()
+            raise
+
+    async def _enter(self, kind: BatchKind | None) -> Callable[[], None]:
+        if kind is None or self._gate is None:
+            return lambda: None
+        await self._gate.enter(kind)
+        return self._gate.leave
+
+    async def _begin(
+        self,
+        plan: GenerationPlan,
+        prompt: dict[str, Any],
+        prompt_ids: list[int],
+        leave: Callable[[], None],
+    ) -> GenerationStream:
         serial = next(self._serial)
         ids = [f"{plan.request_id}/{serial}.{index}" for index in range(plan.sequences)]
+        stream: GenerationStream | None = None
+
+        def on_overflow() -> None:
+            if stream is not None:
+                stream.end(EndReason.SLOW_CLIENT)
+
         try:
             sequences = [
-                await self._start(plan, prompt, prompt_ids, index, engine_id)
+                await self._start(plan, prompt, prompt_ids, index, engine_id, on_overflow)
                 for index, engine_id in enumerate(ids)
             ]
         except BaseException as error:
@@ -81,14 +121,27 @@ class Engine:
             if isinstance(error, Exception):
                 raise self._refusal(error) from error
             raise
-        return GenerationStream(
+        encoder = GenerationEncoder(plan.request_id, self._most_bytes)
+        reader = InformationReader(plan.information, self.facts.pieces)
+        stream = GenerationStream(
             sequences,
-            GenerationEncoder(plan.request_id),
+            encoder,
+            information=reader,
             prompt_tokens=len(prompt_ids),
+            prompt_event=(
+                lambda scores: encoder.prompt(
+                    reader.prompt_records(prompt_ids, scores, self._detokenizer)
+                )
+            )
+            if plan.information.prompt
+            else None,
             reports_cache=self.facts.prefix_caching,
             abort=self.abort,
+            on_close=leave,
             progress=self._progress,
+            worker=self._worker,
         )
+        return stream
 
     def abort(self, engine_ids: Sequence[str]) -> None:
         """Drop requests from the engine, in the background; unknown ids are ignored."""
@@ -126,6 +179,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Stop the engine's processes. Blocks for some seconds."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
         self._llm.shutdown()
 
     async def _abort(self, engine_ids: list[str]) -> None:
@@ -159,6 +213,7 @@ class Engine:
         prompt_ids: list[int],
         index: int,
         engine_id: str,
+        on_overflow: Callable[[], None],
     ) -> RunningSequence:
         collector = await self._llm.add_request(
             engine_id,
@@ -167,6 +222,8 @@ class Engine:
             priority=-plan.priority,
             data_parallel_rank=plan.data_parallel_rank,
         )
+        if plan.information.outputs or plan.information.prompt:
+            keep_arrays(self._llm, collector.request_id, on_overflow)
         output = SequenceOutput(
             self._detokenizer.decoder(prompt_ids), self._detokenizer.special_tokens, plan.rules
         )
@@ -178,6 +235,7 @@ class Engine:
         room = self.facts.max_model_len - prompt_tokens
         return SamplingParams(
             **plan.sampling,
+            **plan.information.engine_options(index),
             seed=plan.seed_for(index),
             max_tokens=room if plan.max_tokens is None else min(room, plan.max_tokens),
             skip_reading_prefix_cache=True if plan.bypass_prefix_cache else None,
@@ -197,24 +255,3 @@ class Engine:
             return errors.overloaded(str(error))
         _log.error("engine refused a request", error=type(error).__name__, exc_info=error)
         return errors.internal()
-
-
-class _NoText:
-    """Stands in where the engine runs without a tokenizer: tokens have ids and no text."""
-
-    special_tokens: Mapping[int, str] = MappingProxyType({})
-
-    def decoder(self, prompt_ids: Sequence[int]) -> _NoText:
-        return self
-
-    def step(self, token_id: int) -> str:
-        return ""
-
-
-def _detokenizer(llm: AsyncLLM) -> Detokenizer:
-    tokenizer = llm.renderer.tokenizer
-    if tokenizer is None:
-        return _NoText()
-    if isinstance(tokenizer, TokenizersBackend):
-        return FastDetokenizer(tokenizer._tokenizer)
-    return SlowDetokenizer(tokenizer)

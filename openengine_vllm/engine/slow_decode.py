@@ -13,6 +13,8 @@ from vllm.tokenizers.detokenizer_utils import (
     detokenize_incrementally,
 )
 
+from openengine_vllm.engine.pieces import Pieces, pieces_of
+
 if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
@@ -33,6 +35,14 @@ class SlowDetokenizer:
     def decoder(self, prompt_ids: Sequence[int]) -> TokenDecoder:
         """See :class:`openengine_vllm.engine.decode.Detokenizer`."""
         return _SlowDecoder(self._tokenizer, prompt_ids)
+
+    def pieces(self, vocab_size: int) -> Pieces:
+        """See :class:`openengine_vllm.engine.decode.Detokenizer`."""
+        known = min(vocab_size, len(self._tokenizer))
+        return pieces_of(self._decode, known, self.special_tokens)
+
+    def _decode(self, lists: list[list[int]]) -> list[str]:
+        return [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in lists]
 
 
 class _SlowDecoder:

@@ -6,13 +6,24 @@ as well; doing it here lets each sequence end by itself when a stop text is foun
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import structlog
 
-from openengine_vllm.engine.outputs import Finish, SequenceOutput, Step, StopKind, StopMatch
+from openengine_vllm.engine.information import InformationReader
+from openengine_vllm.engine.outputs import (
+    Finish,
+    SequenceOutput,
+    Step,
+    StopKind,
+    StopMatch,
+    Token,
+)
 from openengine_vllm.engine.wakeup import WakeUp
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
@@ -20,10 +31,10 @@ from openengine_vllm.protocol.generation_encoding import GenerationEncoder
 from openengine_vllm.registry import EndReason
 
 if TYPE_CHECKING:
-    import asyncio
-
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    from openengine_vllm.engine.scores import PromptScores, ScoreRow
 
 _log = structlog.get_logger(__name__)
 
@@ -38,6 +49,12 @@ _REASONS = {
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.ABORT: pb.FINISH_REASON_CANCELLED,
 }
+
+
+_Event: TypeAlias = bytes | Callable[[], list[bytes]]
+"""Serialised, or what takes too long to be serialised on the event loop."""
+_MOST_SCORES_ON_LOOP = 1000
+"""About half a millisecond of encoding."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,10 +91,14 @@ class GenerationStream:
     Args:
         sequences: one an output, already accepted by the engine.
         encoder: serialises the events.
+        information: makes the records of tokens that have scores.
         prompt_tokens: length of the prompt.
+        prompt_event: makes the prompt event of the engine's scores, when one was asked for.
         reports_cache: whether usage tells cached prompt tokens (prefix caching is on).
         abort: tells the engine to drop requests, by engine id; returns at once.
+        on_close: runs once, when nothing of the request is left in the engine.
         progress: counts the engine's answers.
+        worker: runs what would keep the event loop for too long.
     """
 
     def __init__(
@@ -85,18 +106,28 @@ class GenerationStream:
         sequences: Sequence[RunningSequence],
         encoder: GenerationEncoder,
         *,
+        information: InformationReader,
         prompt_tokens: int,
+        prompt_event: Callable[[PromptScores | None], bytes] | None = None,
         reports_cache: bool,
         abort: Callable[[Sequence[str]], None],
+        on_close: Callable[[], None] | None = None,
         progress: Progress,
+        worker: Executor,
     ) -> None:
         self._all = tuple(sequences)
         self._live = list(sequences)
         self._encoder = encoder
+        self._information = information
         self._prompt_tokens = prompt_tokens
+        self._prompt_event = prompt_event
         self._reports_cache = reports_cache
         self._abort = abort
+        self._on_close = on_close
         self._progress = progress
+        self._worker = worker
+        self._early: list[_Event] = []
+        self._has_unencoded = False
         self._cached_tokens = 0
         self._end_reason: EndReason | None = None
         self._wake = WakeUp()
@@ -114,7 +145,8 @@ class GenerationStream:
 
         Returns at once, also when nobody takes events because the client does not read.
         """
-        self._end_reason = reason
+        if self._end_reason is None:
+            self._end_reason = reason
         self._abort([sequence.engine_id for sequence in self._live])
         self._wake.set()
 
@@ -123,18 +155,38 @@ class GenerationStream:
         if self._live:
             self._abort([sequence.engine_id for sequence in self._live])
             self._live.clear()
+        if self._on_close is not None:
+            self._on_close()
+            self._on_close = None
 
     async def next(self) -> list[bytes]:
         """Wait for the next events; an empty list means that the stream has ended."""
         while self._live:
             await self._wake.wait()
             self._wake.clear()
-            if messages := self._collect():
-                return messages
+            events = self._collect()
+            if self._early and not self._live:
+                events, self._early = [*self._early, *events], []
+            if events:
+                return await self._encoded(events)
         return []
 
-    def _collect(self) -> list[bytes]:
-        messages: list[bytes] = []
+    async def _encoded(self, events: list[_Event]) -> list[bytes]:
+        if not self._has_unencoded:
+            return cast("list[bytes]", events)
+        self._has_unencoded = False
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._worker, _encode, events)
+        except Exception as error:
+            _log.exception("stream failed", error=type(error).__name__)
+            failed: list[_Event] = []
+            self._fail(errors.internal(), failed)
+            return cast("list[bytes]", failed)
+
+    def _collect(self) -> list[_Event]:
+        # All outputs are taken before anything is awaited: taking one clears the wake-up.
+        messages: list[_Event] = []
         try:
             for sequence in tuple(self._live):
                 output = sequence.take()
@@ -150,9 +202,14 @@ class GenerationStream:
             self._end_early(self._end_reason, messages)
         return messages
 
-    def _add(self, sequence: RunningSequence, output: RequestOutput, messages: list[bytes]) -> None:
-        if sequence.index == 0 and output.num_cached_tokens:
-            self._cached_tokens = output.num_cached_tokens
+    def _add(
+        self, sequence: RunningSequence, output: RequestOutput, messages: list[_Event]
+    ) -> None:
+        if sequence.index == 0:
+            if output.num_cached_tokens:
+                self._cached_tokens = output.num_cached_tokens
+            if self._prompt_event is not None:
+                self._begin(output, messages)
         completion = output.outputs[0]
         reason = completion.finish_reason
         if reason is None:
@@ -163,14 +220,25 @@ class GenerationStream:
             if self._end_reason is None:
                 raise errors.engine_dead("the engine aborted the request")
             finish = None
-        step = sequence.output.feed(completion.token_ids, finish)
+        scores = cast("Sequence[ScoreRow] | None", completion.logprobs)
+        step = sequence.output.feed(completion.token_ids, finish, scores)
         if step.finish is not None and finish is None:
             self._abort([sequence.engine_id])
         self._emit(sequence, step, messages)
 
-    def _emit(self, sequence: RunningSequence, step: Step, messages: list[bytes]) -> None:
-        if step.tokens or step.text:
-            messages.append(self._encoder.token(sequence.index, step.tokens, step.text))
+    def _begin(self, output: RequestOutput, messages: list[_Event]) -> None:
+        scores = cast("PromptScores | None", output.prompt_logprobs)
+        prompt_event, self._prompt_event = self._prompt_event, None
+        assert prompt_event is not None
+        self._has_unencoded = True
+        messages[:] = [lambda: [prompt_event(scores)], *self._early, *messages]
+        self._early.clear()
+
+    def _emit(self, sequence: RunningSequence, step: Step, messages: list[_Event]) -> None:
+        if self._prompt_event is not None:
+            messages = self._early
+        if step.tokens:
+            self._emit_tokens(sequence.index, step, messages)
         if step.finish is None:
             return
         self._live.remove(sequence)
@@ -183,14 +251,31 @@ class GenerationStream:
             )
         )
 
-    def _end_early(self, reason: EndReason, messages: list[bytes]) -> None:
+    def _emit_tokens(self, index: int, step: Step, messages: list[_Event]) -> None:
+        tokens = step.tokens
+        first = tokens[0]
+        if len(tokens) == 1 and first.score is None:
+            messages.append(self._encoder.token(index, first.token_id, first.text, step.text))
+            return
+        encode = partial(self._token_events, index, tokens)
+        scores = sum(len(token.score.token_ids) for token in tokens if token.score is not None)
+        if scores > _MOST_SCORES_ON_LOOP:
+            self._has_unencoded = True
+            messages.append(encode)
+        else:
+            messages += encode()
+
+    def _token_events(self, index: int, tokens: Sequence[Token]) -> list[bytes]:
+        return self._encoder.tokens(index, map(self._information.record, tokens))
+
+    def _end_early(self, reason: EndReason, messages: list[_Event]) -> None:
         if reason is EndReason.ABORTED:
             for sequence in tuple(self._live):
                 self._emit(sequence, sequence.output.end(Finish.ABORT), messages)
             return
         self._fail(_END_ERRORS[reason](), messages)
 
-    def _fail(self, error: errors.OpenEngineError, messages: list[bytes]) -> None:
+    def _fail(self, error: errors.OpenEngineError, messages: list[_Event]) -> None:
         self.close()
         messages.append(self._encoder.error(errors.to_proto(error), self._usage()))
 
@@ -209,7 +294,20 @@ class GenerationStream:
 _END_ERRORS: dict[EndReason, Callable[[], errors.OpenEngineError]] = {
     EndReason.DRAINED: errors.draining,
     EndReason.ENGINE_DEAD: errors.engine_dead,
+    EndReason.SLOW_CLIENT: partial(
+        errors.overloaded, "the client reads too slowly for the scores that it asked for"
+    ),
 }
+
+
+def _encode(events: list[_Event]) -> list[bytes]:
+    encoded: list[bytes] = []
+    for event in events:
+        if isinstance(event, bytes):
+            encoded.append(event)
+        else:
+            encoded += event()
+    return encoded
 
 
 def _stop_match(match: StopMatch) -> pb.StopMatch:

@@ -8,9 +8,8 @@ uses the generated classes. Both revisions of the schema give these events the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Protocol
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -21,32 +20,57 @@ _KEPT = 1 << 16
 """Events of a single token whose encoding is kept: some 20 MB at the most."""
 _LONGEST_KEPT = 64
 """Characters of the text of a kept event."""
-
-
-class TokenRecord(Protocol):
-    """What a TokenInfo is made from."""
-
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def text(self) -> str: ...
+_EVENT_OVERHEAD = 64
+"""Bytes of a TokenOutput event besides its request id, records and text."""
 
 
 class GenerationEncoder:
-    """Serialises the events of one Generate stream."""
+    """Serialises the events of one Generate stream.
 
-    __slots__ = ("_prefix", "_request_id")
+    Args:
+        most_bytes: of one event; a single record that passes them goes by itself.
+    """
 
-    def __init__(self, request_id: str) -> None:
+    __slots__ = ("_most_bytes", "_prefix", "_request_id")
+
+    def __init__(self, request_id: str, most_bytes: int) -> None:
         self._request_id = request_id
+        self._most_bytes = most_bytes
         self._prefix = pb.GenerateResponse(request_id=request_id).SerializeToString()
 
-    def token(self, index: int, tokens: Sequence[TokenRecord], text: str) -> bytes:
-        """A TokenOutput event."""
-        if len(tokens) == 1 and len(text) <= _LONGEST_KEPT:
-            return self._prefix + _single(index, tokens[0].token_id, tokens[0].text, text)
-        records = b"".join([_token_info(token.token_id, token.text) for token in tokens])
-        return self._prefix + _token_event(index, records, text)
+    def token(self, index: int, token_id: int, piece: str, text: str) -> bytes:
+        """A TokenOutput event of one token without scores; ``text`` is what the token adds."""
+        if len(piece) <= _LONGEST_KEPT:
+            return self._prefix + _single(index, token_id, piece, text)
+        return self._prefix + _token_event(index, _framed(token_info(token_id, piece)), text)
+
+    def tokens(self, index: int, records: Iterable[tuple[bytes, str]]) -> list[bytes]:
+        """TokenOutput events of many tokens, as few as the limit on their size allows.
+
+        Args:
+            records: serialised TokenInfo messages, each with the text that its token adds.
+        """
+        events: list[bytes] = []
+        parts: list[bytes] = []
+        texts: list[str] = []
+        room = allowed = self._most_bytes - len(self._prefix) - _EVENT_OVERHEAD
+        for record, text in records:
+            part = _framed(record)
+            size = len(part) + len(text.encode())
+            if size > room and parts:
+                events.append(self._prefix + _token_event(index, b"".join(parts), "".join(texts)))
+                parts, texts, room = [], [], allowed
+            parts.append(part)
+            texts.append(text)
+            room -= size
+        if parts:
+            events.append(self._prefix + _token_event(index, b"".join(parts), "".join(texts)))
+        return events
+
+    def prompt(self, records: Iterable[bytes]) -> bytes:
+        """The PromptOutput event, of serialised TokenInfo messages."""
+        framed = b"".join([_framed(record, _PROMPT_RECORD_TAG) for record in records])
+        return self._prefix + _PROMPT_TAG + _varint(len(framed)) + framed
 
     def finished(
         self,
@@ -91,11 +115,18 @@ def _tag(field: FieldDescriptor) -> bytes:
 
 _TOKEN_TAG = _tag(pb.GenerateResponse.DESCRIPTOR.fields_by_name["token"])
 _RECORD_TAG = _tag(pb.TokenOutput.DESCRIPTOR.fields_by_name["tokens"])
+_PROMPT_TAG = _tag(pb.GenerateResponse.DESCRIPTOR.fields_by_name["prompt"])
+_PROMPT_RECORD_TAG = _tag(pb.PromptOutput.DESCRIPTOR.fields_by_name["tokens"])
+
+
+def token_info(token_id: int, text: str) -> bytes:
+    """A TokenInfo without scores, serialised."""
+    return pb.TokenInfo(token_id=token_id, token=text).SerializeToString()
 
 
 @lru_cache(maxsize=_KEPT)
 def _single(index: int, token_id: int, piece: str, text: str) -> bytes:
-    return _token_event(index, _token_info(token_id, piece), text)
+    return _token_event(index, _framed(token_info(token_id, piece)), text)
 
 
 def _token_event(index: int, records: bytes, text: str) -> bytes:
@@ -103,6 +134,5 @@ def _token_event(index: int, records: bytes, text: str) -> bytes:
     return _TOKEN_TAG + _varint(len(rest) + len(records)) + rest + records
 
 
-def _token_info(token_id: int, piece: str) -> bytes:
-    record = pb.TokenInfo(token_id=token_id, token=piece).SerializeToString()
-    return _RECORD_TAG + _varint(len(record)) + record
+def _framed(record: bytes, tag: bytes = _RECORD_TAG) -> bytes:
+    return tag + _varint(len(record)) + record

@@ -271,33 +271,70 @@ def _unsupported(name: str, change: Change, field: str) -> Rejection:
     return Rejection(name, change, field, field, pb.ERROR_CODE_UNSUPPORTED_FEATURE)
 
 
-def _response(field: str, response: pb.ResponseOptions) -> Rejection:
-    return _unsupported(
-        f"{field}-{response.ByteSize()}-bytes",
-        lambda r: r.response.CopyFrom(response),
-        f"response.{field}",
-    )
-
-
 def _guided(guided: pb.GuidedDecoding) -> Rejection:
     return _unsupported(
         f"guided-{guided.WhichOneof('guide')}", lambda r: r.guided.CopyFrom(guided), "guided"
     )
 
 
-_SELECTIONS = (
-    pb.CandidateTokenSelection(),
-    pb.CandidateTokenSelection(top_n=1000),
-    pb.CandidateTokenSelection(token_ids=pb.TokenIds(ids=[1, 2, 3, 4, 5])),
-    pb.CandidateTokenSelection(all=pb.AllCandidates()),
-)
+def _candidates(
+    direction: str, selection: pb.CandidateTokenSelection, field: str, allowed: str
+) -> Rejection:
+    kind = selection.WhichOneof("selection")
+    return Rejection(
+        f"{direction}_candidates-{kind}-{len(selection.SerializeToString())}-bytes",
+        lambda r: getattr(r.response, f"{direction}_candidates").CopyFrom(selection),
+        f"response.{direction}_candidates{field}",
+        allowed,
+    )
+
+
+_Selection = pb.CandidateTokenSelection
+
+_RESPONSE = [
+    *(
+        _candidates(direction, selection, field, allowed)
+        for direction in ("prompt", "output")
+        for selection, field, allowed in (
+            (_Selection(), "", "top_n, token_ids or all"),
+            (_Selection(top_n=0), ".top_n", "1 to 20"),
+            (_Selection(top_n=21), ".top_n", "1 to 20"),
+            (_Selection(top_n=2**32 - 1), ".top_n", "1 to 20"),
+        )
+    ),
+    *(
+        _candidates("output", _Selection(token_ids=pb.TokenIds(ids=ids)), ".token_ids.ids", allowed)
+        for ids, allowed in (
+            ([], "1 to 128"),
+            (range(129), "1 to 128"),
+            ([VOCAB_SIZE], str(VOCAB_SIZE - 1)),
+            ([5, 2**32 - 1], str(VOCAB_SIZE - 1)),
+        )
+    ),
+    Rejection(
+        "prompt_logprob_start-behind-the-prompt",
+        lambda r: r.response.MergeFrom(
+            pb.ResponseOptions(return_prompt_logprobs=True, prompt_logprob_start=2**32 - 1)
+        ),
+        "response.prompt_logprob_start",
+        "0 to ",
+    ),
+]
+
+
+def _no_candidates(direction: str, selection: pb.CandidateTokenSelection) -> Rejection:
+    kind = selection.WhichOneof("selection")
+    return _unsupported(
+        f"{direction}-{kind}",
+        lambda r: getattr(r.response, f"{direction}_candidates").CopyFrom(selection),
+        f"response.{direction}_candidates.{kind}",
+    )
+
 
 UNSUPPORTED = [
-    _response("return_prompt_logprobs", pb.ResponseOptions(return_prompt_logprobs=True)),
-    _response("return_output_logprobs", pb.ResponseOptions(return_output_logprobs=True)),
-    *(_response("prompt_candidates", pb.ResponseOptions(prompt_candidates=s)) for s in _SELECTIONS),
-    *(_response("output_candidates", pb.ResponseOptions(output_candidates=s)) for s in _SELECTIONS),
-    _response("prompt_logprob_start", pb.ResponseOptions(prompt_logprob_start=0)),
+    _no_candidates("prompt", _Selection(token_ids=pb.TokenIds(ids=[1, 2]))),
+    _no_candidates("prompt", _Selection(all=pb.AllCandidates())),
+    _no_candidates("output", _Selection(all=pb.AllCandidates())),
     _guided(pb.GuidedDecoding(json_schema='{"type": "object"}')),
     _guided(pb.GuidedDecoding(regex="a+")),
     _guided(pb.GuidedDecoding(ebnf_grammar='root ::= "a"')),
@@ -324,6 +361,7 @@ REJECTIONS = [
     *_STOPPING,
     *_KV,
     *_METADATA,
+    *_RESPONSE,
     *UNSUPPORTED,
 ]
 """All of them; names are unique."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,11 +12,14 @@ from typing import Any, cast
 from grpc import aio
 
 from openengine_vllm.engine.facts import ModelFacts
+from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
+from openengine_vllm.engine.pieces import Pieces
 from openengine_vllm.engine.requests import GenerationPlan
+from openengine_vllm.engine.scores import PromptScores, ScoreRow
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.lifecycle import Lifecycle, Serving
-from openengine_vllm.limits import RequestLimits
+from openengine_vllm.limits import MIB, RequestLimits
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
 from openengine_vllm.registry import RequestRegistry
@@ -36,12 +40,23 @@ FACTS = ModelFacts(
     priority_scheduling=True,
     data_parallel_ranks=(0,),
 )
+WORKER = ThreadPoolExecutor(1)
 EOS = 0
 SPECIAL = {EOS: "<eos>"}
 
 
 class Letters:
-    """Token 97 is ``a``."""
+    """Token 97 is ``a``; decodes a sequence, whatever its prompt."""
+
+    special_tokens = SPECIAL
+
+    def decoder(self, prompt_ids: Sequence[int]) -> Letters:
+        """The same for all."""
+        return self
+
+    def pieces(self, vocab_size: int) -> Pieces:
+        """None."""
+        return Pieces()
 
     def step(self, token_id: int) -> str:
         """The letter."""
@@ -54,6 +69,8 @@ class Collector:
     def __init__(self) -> None:
         self.ready = asyncio.Event()
         self._tokens: list[int] = []
+        self._scores: list[ScoreRow] | None = None
+        self.prompt_scores: PromptScores | None = None
         self._reason: str | None = None
         self._cached = 0
         self._error: Exception | None = None
@@ -66,9 +83,13 @@ class Collector:
         self._cached = cached
         self.put_ids(*(EOS if char == "." else ord(char) for char in text), reason=reason)
 
-    def put_ids(self, *token_ids: int, reason: str | None = None) -> None:
-        """Tokens by their ids."""
+    def put_ids(
+        self, *token_ids: int, reason: str | None = None, scores: list[ScoreRow] | None = None
+    ) -> None:
+        """Tokens by their ids, and their scores."""
         self._tokens += token_ids
+        if scores is not None:
+            self._scores = [*(self._scores or ()), *scores]
         self._reason = reason
         self._full = True
         self.ready.set()
@@ -88,9 +109,15 @@ class Collector:
         self._full = False
         if self._error is not None:
             raise self._error
-        completion = SimpleNamespace(token_ids=self._tokens, finish_reason=self._reason)
-        self._tokens = []
-        return SimpleNamespace(outputs=[completion], num_cached_tokens=self._cached)
+        completion = SimpleNamespace(
+            token_ids=self._tokens, finish_reason=self._reason, logprobs=self._scores
+        )
+        self._tokens, self._scores = [], None
+        return SimpleNamespace(
+            outputs=[completion],
+            num_cached_tokens=self._cached,
+            prompt_logprobs=self.prompt_scores,
+        )
 
 
 class ScriptedEngine:
@@ -136,11 +163,13 @@ class ScriptedEngine:
         self.collectors[plan.request_id] = collectors
         stream = GenerationStream(
             sequences,
-            GenerationEncoder(plan.request_id),
+            GenerationEncoder(plan.request_id, 4 * MIB),
+            information=InformationReader(plan.information, Pieces()),
             prompt_tokens=len(plan.prompt_ids or ()),
             reports_cache=True,
             abort=self.abort,
             progress=self._progress,
+            worker=WORKER,
         )
         async with self.changed:
             self.changed.notify_all()

@@ -369,7 +369,7 @@ def test_eos_is_in_the_tokens_and_not_in_the_text(include: bool) -> None:
     case = scenario(tokens=(*ids_of("ab"), EOS), finish=Finish.STOP, include=include)
     _, steps = run(case)
 
-    assert sent(steps)[-1] == Token(EOS, "<eos>")
+    assert sent(steps)[-1] == Token(EOS, "<eos>", special=True)
     assert "".join(step.text for step in steps) == "ab"
     assert steps[-1].stop_match == StopMatch(StopKind.EOS, EOS)
 
@@ -379,7 +379,7 @@ def test_an_eos_that_is_no_special_token_has_no_text(include: bool) -> None:
     case = scenario(tokens=(*ids_of("ab"), LETTER), finish=Finish.STOP, include=include)
     _, steps = run(case)
 
-    assert sent(steps)[-1] == Token(LETTER, "")
+    assert sent(steps)[-1] == Token(LETTER, "", special=True)
     assert "".join(step.text for step in steps) == "ab"
     assert steps[-1].stop_match == StopMatch(StopKind.EOS, LETTER)
 

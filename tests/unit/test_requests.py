@@ -493,26 +493,6 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("media", {"media": [pb.MediaItem(url="http://x/")]}),
     ("lora_name", {"lora_name": "a"}),
     ("guided", {"guided": pb.GuidedDecoding()}),
-    (
-        "response.return_prompt_logprobs",
-        {"response": pb.ResponseOptions(return_prompt_logprobs=True)},
-    ),
-    (
-        "response.return_output_logprobs",
-        {"response": pb.ResponseOptions(return_output_logprobs=True)},
-    ),
-    (
-        "response.prompt_candidates",
-        {"response": pb.ResponseOptions(prompt_candidates=pb.CandidateTokenSelection())},
-    ),
-    (
-        "response.output_candidates",
-        {"response": pb.ResponseOptions(output_candidates=pb.CandidateTokenSelection(top_n=1))},
-    ),
-    (
-        "response.prompt_logprob_start",
-        {"response": pb.ResponseOptions(prompt_logprob_start=0)},
-    ),
 ]
 
 

@@ -9,19 +9,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput, StopRules
+from openengine_vllm.engine.pieces import Pieces
 from openengine_vllm.engine.stops import StopAutomaton
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
+from openengine_vllm.engine.token_information import NO_INFORMATION, TokenInformation
+from openengine_vllm.limits import MIB
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
 from openengine_vllm.registry import EndReason
-from tests.unit.scripted_engine import EOS, SPECIAL, Collector, Letters
+from tests.unit.scripted_engine import EOS, SPECIAL, WORKER, Collector, Letters
+
+PROMPT = [ord(char) for char in "xyz"]
+PIECES = Pieces([chr(token_id) if token_id != EOS else "<eos>" for token_id in range(1000)])
 
 
 class Request:
     """A stream over ``n`` scripted outputs, and what it told the engine to drop."""
 
-    def __init__(self, n: int = 1, rules: StopRules | None = None, *, caches: bool = True) -> None:
+    def __init__(
+        self,
+        n: int = 1,
+        rules: StopRules | None = None,
+        *,
+        caches: bool = True,
+        wanted: TokenInformation = NO_INFORMATION,
+        most_bytes: int = 4 * MIB,
+    ) -> None:
+        encoder = GenerationEncoder("r", most_bytes)
+        reader = InformationReader(wanted, PIECES)
+        self.closed = 0
         self.collectors = [Collector() for _ in range(n)]
         self.aborted: list[str] = []
         self.stream = GenerationStream(
@@ -34,12 +52,23 @@ class Request:
                 )
                 for index, collector in enumerate(self.collectors)
             ],
-            GenerationEncoder("r"),
+            encoder,
+            information=reader,
             prompt_tokens=7,
+            prompt_event=(
+                lambda scores: encoder.prompt(reader.prompt_records(PROMPT, scores, Letters()))
+            )
+            if wanted.prompt
+            else None,
             reports_cache=caches,
             abort=self.aborted.extend,
+            on_close=self._close,
             progress=Progress(),
+            worker=WORKER,
         )
+
+    def _close(self) -> None:
+        self.closed += 1
 
     async def next(self) -> list[pb.GenerateResponse]:
         return [pb.GenerateResponse.FromString(data) for data in await self.stream.next()]

@@ -1,0 +1,163 @@
+"""Scores as the engine computes them, kept as its arrays until they are encoded.
+
+vLLM's own processor makes Python objects of every number on the event loop and keeps all of
+them until the request ends: with a whole vocabulary a token, seconds and gigabytes. The ones
+here stand in for it, cost a few microseconds a token, and forget what has been taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.engine.logprobs import LogprobsProcessor
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+MOST_PENDING_BYTES = 32 * 1024 * 1024
+"""Scores of one output that may wait for a client that reads too slowly."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRow:
+    """The scores at one position.
+
+    Attributes:
+        token_ids: the position's own token, then the candidates in the engine's order.
+        logprobs: one for each of the token ids.
+        rank: the own token's rank in the vocabulary, from 1.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    rank: int
+
+
+class ScoreRows:
+    """Rows that wait to be taken; does what vLLM asks of a container of logprobs.
+
+    Args:
+        on_overflow: runs when more than ``MOST_PENDING_BYTES`` wait here.
+    """
+
+    __slots__ = ("_on_overflow", "_pending", "_rows")
+
+    def __init__(self, on_overflow: Callable[[], None], rows: Iterable[ScoreRow] = ()) -> None:
+        self._on_overflow = on_overflow
+        self._rows = list(rows)
+        self._pending = sum(_size(row) for row in self._rows)
+
+    def append(self, row: ScoreRow) -> None:
+        """One more position."""
+        self._rows.append(row)
+        self._pending += _size(row)
+
+    def extend(self, more: Iterable[ScoreRow]) -> None:
+        """Rows of a later output, merged in because nobody has taken the earlier ones."""
+        for row in more:
+            self.append(row)
+        if self._pending > MOST_PENDING_BYTES:
+            self._on_overflow()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[ScoreRow]:
+        return iter(self._rows)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> ScoreRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> ScoreRows: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> ScoreRow | ScoreRows:
+        """A slice is vLLM taking the rows of an output: they are not kept here."""
+        if not isinstance(index, slice):
+            return self._rows[index]
+        taken = ScoreRows(self._on_overflow, self._rows[index])
+        if len(taken):
+            self._rows.clear()
+            self._pending = 0
+        return taken
+
+
+class PromptScores:
+    """The scores of a prompt's positions after the first, as three arrays.
+
+    Args:
+        token_ids: (positions, 1 + candidates), the prompt's own token first.
+        logprobs: of the same shape.
+        ranks: (positions,), of the own tokens.
+    """
+
+    __slots__ = ("_logprobs", "_ranks", "_token_ids")
+
+    def __init__(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        ranks: npt.NDArray[Any],
+    ) -> None:
+        self._token_ids = token_ids
+        self._logprobs = logprobs
+        self._ranks = ranks
+
+    def __len__(self) -> int:
+        """Positions of the prompt, the first included."""
+        return len(self._ranks) + 1
+
+    def row(self, position: int) -> ScoreRow:
+        """The scores at a position from 1 on; the first has none."""
+        index = position - 1
+        return ScoreRow(self._token_ids[index], self._logprobs[index], int(self._ranks[index]))
+
+
+class ScoreProcessor(LogprobsProcessor):
+    """Takes one request's scores from the engine's answers, in place of vLLM's own processor."""
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        """Keep the scores of one answer."""
+        if (new := output.new_logprobs) is not None:
+            rows = cast("ScoreRows", self.logprobs)
+            for token_ids, logprobs, rank in zip(*new[:3], strict=True):
+                rows.append(self._row(token_ids, logprobs, int(rank)))
+        if (prompt := output.new_prompt_logprobs_tensors) is not None:
+            token_ids, logprobs, ranks = (tensor.numpy() for tensor in prompt[:3])
+            self.prompt_logprobs = cast("Any", PromptScores(token_ids, logprobs, ranks))
+
+    def _row(
+        self, token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], rank: int
+    ) -> ScoreRow:
+        # Rows are as wide as the batch's widest request; a view would keep all of the batch.
+        width = len(logprobs) if self.num_logprobs in (None, -1) else self.num_logprobs + 1
+        return ScoreRow(token_ids[:width].copy(), logprobs[:width].copy(), rank)
+
+
+def keep_arrays(llm: AsyncLLM, internal_id: str, on_overflow: Callable[[], None]) -> None:
+    """Have the scores of a request come as :class:`ScoreRows` and :class:`PromptScores`.
+
+    It has to be called before the event loop runs again after the request was added.
+
+    Args:
+        internal_id: vLLM's id of the request.
+        on_overflow: runs when too many scores wait to be taken.
+    """
+    state = llm.output_processor.request_states[internal_id]
+    old = state.logprobs_processor
+    assert old is not None
+    state.logprobs_processor = ScoreProcessor(
+        tokenizer=None,
+        logprobs=None if old.logprobs is None else cast("Any", ScoreRows(on_overflow)),
+        prompt_logprobs=None,
+        cumulative_logprob=None,
+        num_logprobs=old.num_logprobs,
+        num_prompt_logprobs=old.num_prompt_logprobs,
+    )
+
+
+def _size(row: ScoreRow) -> int:
+    return row.token_ids.nbytes + row.logprobs.nbytes
