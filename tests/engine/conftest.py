@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 
 from tests.engine.cases import GREEDY
 from tests.engine.peers import (
+    SCORED_FLAGS,
     TINY_FLAGS,
     CompletionsServer,
     EngineSlot,
@@ -28,7 +30,7 @@ from tests.support import vllm_metadata
 from tests.support.models import model_dir
 from tests.support.server import READY_SECONDS, server_environment, wait_until
 
-_ORDER = ("demo", "completions", "reference", "tiny", "multi_eos")
+_ORDER = ("demo", "completions", "reference", "tiny", "multi_eos", "random_reference", "scored")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,13 +71,33 @@ async def multi_eos(engines: EngineSlot) -> AsyncIterator[Peer]:
         yield peer
 
 
+@pytest.fixture
+async def scored(engines: EngineSlot) -> AsyncIterator[Peer]:
+    """A server that scores whole vocabularies and schedules by priority, in single precision."""
+    async with connected(engines.server("scored")) as peer:
+        yield peer
+
+
 @pytest.fixture(scope="session")
 def reference(engines: EngineSlot, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What vLLM's own `AsyncLLM` makes of the cases, by name, and its configuration."""
+    return _reference("cases", TINY_FLAGS, engines, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="session")
+def random_reference(
+    engines: EngineSlot, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The same of the random requests."""
+    return _reference("random", SCORED_FLAGS, engines, tmp_path_factory.mktemp("random"))
+
+
+def _reference(
+    name: str, flags: tuple[str, ...], engines: EngineSlot, folder: Path
+) -> dict[str, Any]:
     engines.clear()
-    folder = tmp_path_factory.mktemp("reference")
     log, result = folder / "stderr.log", folder / "result.json"
-    arguments = (str(result), "--model", str(model_dir("tiny_llama")), *TINY_FLAGS)
+    arguments = (name, str(result), "--model", str(model_dir("tiny_llama")), *flags)
     with log.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.engine.reference", *arguments],

@@ -37,6 +37,19 @@ TINY_FLAGS = (
 )
 """The engine of the tiny model, the same for our server and for those it is compared with."""
 
+SCORED_SLOTS = 4
+"""Sequences that the engine of the scored model runs at once."""
+SCORED_FLAGS = (
+    *("--served-model-name", "scored"),
+    *("--dtype", "float32"),
+    *("--max-logprobs", "-1"),
+    *("--scheduling-policy", "priority"),
+    *("--max-num-seqs", str(SCORED_SLOTS)),
+    "--enable-prefix-caching",
+    *ENGINE_FLAGS,
+)
+"""An engine that can do more than the first, and whose scores are exact."""
+
 MULTI_EOS_SLOTS = 2
 """Sequences that the engine of the multi-EOS model runs at once."""
 MULTI_EOS_CAPACITY = 4
@@ -50,6 +63,7 @@ MULTI_EOS_REQUEST_BYTES = 1024 * 1024
 
 _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "tiny": ("tiny_llama", TINY_FLAGS, {}),
+    "scored": ("tiny_llama", SCORED_FLAGS, {}),
     "multi_eos": (
         "tiny_llama_multi_eos",
         (

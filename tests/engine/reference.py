@@ -1,9 +1,10 @@
 """Runs the cases on vLLM's own `AsyncLLM` and writes what came out, as JSON.
 
-    python -m tests.engine.reference RESULT ENGINE-FLAGS
+    python -m tests.engine.reference NAME RESULT ENGINE-FLAGS
 
-A process of its own, so that the tests' process never holds an engine. It takes requests one at
-a time, as the tests send them, so that both sides compute the same batches.
+NAME is a key of SETS. A process of its own, so that the tests' process never holds an engine.
+It takes requests one at a time, as the tests send them, so that both sides compute the same
+batches.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import itertools
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.engine.cases import CASES, Case, vllm_options
+from tests.engine.random_requests import RANDOM
 
 _SEEDS_TO_TRY = 32
 
@@ -67,22 +70,60 @@ class Reference:
         return self._eos_seeds[first]
 
     async def _run(self, prompt: str | list[int], options: dict[str, Any]) -> dict[str, Any]:
-        params = SamplingParams(**vllm_options(options), output_kind=RequestOutputKind.FINAL_ONLY)
+        given = dict(options)
         raw: Any = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        if salt := given.pop("cache_salt", ""):
+            raw["cache_salt"] = salt
+        given.pop("priority", None)
+        params = SamplingParams(
+            **_scores(given.pop("response", {})),
+            skip_reading_prefix_cache=given.pop("bypass_prefix_cache", None) or None,
+            **vllm_options(given),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         request_id = f"reference-{next(self._serial)}"
         [final] = [output async for output in self._llm.generate(raw, params, request_id)]
         return {
-            "prompt_tokens": len(final.prompt_token_ids or ()),
+            "prompt_ids": list(final.prompt_token_ids or ()),
+            "prompt_scores": _rows(final.prompt_logprobs),
             "outputs": [
                 {
                     "token_ids": list(output.token_ids),
                     "text": output.text,
                     "finish_reason": output.finish_reason,
                     "stop_reason": output.stop_reason,
+                    "scores": _rows(output.logprobs),
                 }
                 for output in sorted(final.outputs, key=lambda output: output.index)
             ],
         }
+
+
+def _scores(response: Mapping[str, Any]) -> dict[str, Any]:
+    """ResponseOptions by vLLM's names."""
+    options: dict[str, Any] = {}
+    if response.get("return_output_logprobs"):
+        options["logprobs"] = 0
+    chosen = response.get("output_candidates", {})
+    if "top_n" in chosen:
+        options["logprobs"] = chosen["top_n"]
+    elif "token_ids" in chosen:
+        options |= {"logprobs": None, "logprob_token_ids": chosen["token_ids"]["ids"]}
+    elif "all" in chosen:
+        options["logprobs"] = -1
+    if response.get("return_prompt_logprobs"):
+        options["prompt_logprobs"] = response.get("prompt_candidates", {}).get("top_n", 0)
+    return options
+
+
+def _rows(logprobs: Any) -> list[dict[int, tuple[float, int | None]] | None] | None:
+    """Scores and ranks by token id, one dict a position."""
+    if logprobs is None:
+        return None
+    return [
+        row and {token_id: (entry.logprob, entry.rank) for token_id, entry in row.items()}
+        for row in logprobs
+    ]
 
 
 def _configuration(llm: AsyncLLM) -> dict[str, Any]:
@@ -98,20 +139,23 @@ def _configuration(llm: AsyncLLM) -> dict[str, Any]:
     }
 
 
-async def _answers(llm: AsyncLLM, model: str) -> dict[str, Any]:
+SETS = {"cases": CASES, "random": RANDOM}
+
+
+async def _answers(llm: AsyncLLM, model: str, cases: Sequence[Case]) -> dict[str, Any]:
     reference = Reference(llm, Tokenizer.from_file(str(Path(model) / "tokenizer.json")))
-    return {case.name: await reference.answer(case) for case in CASES}
+    return {case.name: await reference.answer(case) for case in cases}
 
 
 def main() -> None:
     """Answer all cases."""
-    result, *flags = sys.argv[1:]
+    name, result, *flags = sys.argv[1:]
     parser = FlexibleArgumentParser()
     AsyncEngineArgs.add_cli_args(parser)
     args = AsyncEngineArgs.from_cli_args(parser.parse_args(flags))
     llm = AsyncLLM.from_engine_args(args)
     try:
-        answers = asyncio.run(_answers(llm, args.model))
+        answers = asyncio.run(_answers(llm, args.model, SETS[name]))
         record = {"configuration": _configuration(llm), "answers": answers}
     finally:
         llm.shutdown()

@@ -19,6 +19,8 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     """`TokenInfo.token`, one a token."""
+    records: list[pb.TokenInfo] = field(default_factory=list)
+    """The tokens as they came."""
     text: str = ""
     deltas: list[pb.TokenOutput] = field(default_factory=list)
     finish: str | None = None
@@ -32,6 +34,7 @@ class Generation:
     """All that a request gave."""
 
     outputs: list[Output]
+    prompt: pb.PromptOutput | None = None
     usage: pb.Usage | None = None
     error: pb.EngineError | None = None
     """The terminal error, for a request that failed after it was accepted."""
@@ -58,20 +61,25 @@ async def gather(
     async for response in responses:
         assert not ended, f"an event after the terminal one: {response}"
         assert response.request_id == request.request_id
-        ended = _take(response, generation)
+        ended = _take(response, generation, request.response)
         assert response.HasField("usage") == ended, "usage goes with the last response alone"
     assert ended, "the stream closed without a terminal event"
     _check_usage(generation)
     return generation
 
 
-def _take(response: pb.GenerateResponse, generation: Generation) -> bool:
+def _take(
+    response: pb.GenerateResponse, generation: Generation, wanted: pb.ResponseOptions
+) -> bool:
     """Add an event; true for the terminal one."""
     if response.HasField("usage"):
         generation.usage = response.usage
     match response.WhichOneof("event"):
         case "token":
-            _take_token(response.token, generation)
+            _take_token(response.token, generation, wanted)
+            return False
+        case "prompt":
+            _take_prompt(response.prompt, generation, wanted)
             return False
         case "finished":
             _take_finished(response.finished, generation)
@@ -84,7 +92,41 @@ def _take(response: pb.GenerateResponse, generation: Generation) -> bool:
             raise AssertionError(f"an aggregated engine sent the event {other}")
 
 
-def _take_token(event: pb.TokenOutput, generation: Generation) -> None:
+def _take_prompt(
+    event: pb.PromptOutput, generation: Generation, wanted: pb.ResponseOptions
+) -> None:
+    assert wanted.return_prompt_logprobs or wanted.HasField("prompt_candidates")
+    assert generation.prompt is None, "a second prompt event"
+    assert not any(output.deltas or output.finish for output in generation.outputs)
+    generation.prompt = event
+    for position, token in enumerate(event.tokens, wanted.prompt_logprob_start):
+        scored = position > 0
+        assert token.HasField("logprob") == token.HasField("rank") == scored
+        _check_candidates(token, wanted.prompt_candidates, scored=scored)
+
+
+def _check_candidates(
+    token: pb.TokenInfo, wanted: pb.CandidateTokenSelection, *, scored: bool
+) -> None:
+    ids = [candidate.token_id for candidate in token.candidates]
+    ranks = [candidate.rank for candidate in token.candidates if candidate.HasField("rank")]
+    kind = wanted.WhichOneof("selection")
+    if kind is None or not scored:
+        assert not ids
+    elif kind == "token_ids":
+        assert [token_id for token_id in wanted.token_ids.ids if token_id in ids] == ids
+    else:
+        assert len(set(ids)) == len(ids)
+        assert ranks == list(range(1, len(ids) + 1))
+        assert kind != "top_n" or len(ids) <= wanted.top_n
+        logprobs = [candidate.logprob for candidate in token.candidates]
+        assert logprobs == sorted(logprobs, reverse=True)
+        if token.token_id in ids:
+            same = token.candidates[ids.index(token.token_id)]
+            assert same.logprob == token.logprob
+
+
+def _take_token(event: pb.TokenOutput, generation: Generation, wanted: pb.ResponseOptions) -> None:
     assert event.HasField("output_index")
     output = generation.outputs[event.output_index]
     assert output.finish is None, f"output {event.output_index} went on after its end"
@@ -92,9 +134,10 @@ def _take_token(event: pb.TokenOutput, generation: Generation) -> None:
     output.deltas.append(event)
     output.text += event.text
     for token in event.tokens:
-        assert not token.HasField("logprob")
-        assert not token.HasField("rank")
-        assert not token.candidates
+        scored = wanted.return_output_logprobs or wanted.HasField("output_candidates")
+        assert token.HasField("logprob") == token.HasField("rank") == scored
+        _check_candidates(token, wanted.output_candidates, scored=scored)
+        output.records.append(token)
         output.token_ids.append(token.token_id)
         output.pieces.append(token.token)
 

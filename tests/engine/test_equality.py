@@ -69,7 +69,7 @@ async def _send(peer: Peer, case: Case, answer: dict[str, Any], tokenizer: Token
     generation = await peer.generate(case.prompt_for(tokenizer), **answer["options"])
     assert generation.error is None
     assert generation.usage is not None
-    assert generation.usage.prompt_tokens == answer["prompt_tokens"]
+    assert generation.usage.prompt_tokens == len(answer["prompt_ids"])
     made = sum(len(output["token_ids"]) for output in answer["outputs"])
     assert generation.usage.completion_tokens == made
     return generation
