@@ -60,6 +60,8 @@ MULTI_EOS_MAX_TOKENS = 23
 """What its generation config says about max_new_tokens."""
 MULTI_EOS_REQUEST_BYTES = 1024 * 1024
 """The largest request message."""
+MULTI_EOS_RESPONSE_BYTES = 256 * 1024
+"""The largest response message."""
 
 _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "tiny": ("tiny_llama", TINY_FLAGS, {}),
@@ -71,6 +73,7 @@ _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
             *("--max-concurrent-requests", str(MULTI_EOS_CAPACITY)),
             *("--max-num-queued-tokens", str(MULTI_EOS_QUEUED_TOKENS)),
             *("--max-request-bytes", str(MULTI_EOS_REQUEST_BYTES)),
+            *("--max-response-bytes", str(MULTI_EOS_RESPONSE_BYTES)),
             *("--override-generation-config", f'{{"max_new_tokens": {MULTI_EOS_MAX_TOKENS}}}'),
             "--no-enable-prefix-caching",
             "--enable-log-requests",

@@ -29,6 +29,10 @@ async def test_a_live_engine_serves_streams_rejects_aborts_and_stops() -> None:
                 "Once upon", max_tokens=9, ignore_eos=True, num_sequences=2, seed=1
             )
             assert [o.text for o in repeated.outputs] == [o.text for o in result.outputs]
+            scored = await client.complete("Once upon", max_tokens=4, output_logprobs=3)
+            for token in scored.outputs[0].tokens:
+                assert token.HasField("logprob")
+                assert [candidate.rank for candidate in token.candidates] == [1, 2, 3]
             with pytest.raises(OpenEngineError, match="temperature"):
                 await client.complete("Once upon", temperature=-1.0)
             events = client.generate("Once", request_id="long", max_tokens=1000, ignore_eos=True)
