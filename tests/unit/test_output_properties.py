@@ -221,9 +221,11 @@ def askings(
 
 cases = st.one_of(made_up_cases(), tokenized_cases())
 splits = st.builds(Split, st.lists(st.integers(0, 5), max_size=6).map(tuple), st.booleans())
+fewer = settings(max_examples=80)
+"""For what the comparison with the oracle covers as well, said by itself."""
 
 
-@settings(max_examples=400)
+@settings(max_examples=300)
 @given(cases, splits)
 def test_outcome_is_the_oracles(case: Case, split: Split) -> None:
     """Text, tokens, finish, stop match and count: all clauses on a finished output at once."""
@@ -236,6 +238,7 @@ def test_outcome_does_not_depend_on_the_split(case: Case, split: Split, other: S
     assert run(case, split).seen == run(case, other).seen
 
 
+@fewer
 @given(cases, splits)
 def test_pieces_of_every_step_are_its_text(case: Case, split: Split) -> None:
     """Special tokens aside, the pieces concatenate to the text; no text comes without a token."""
@@ -245,6 +248,7 @@ def test_pieces_of_every_step_are_its_text(case: Case, split: Split) -> None:
         assert step.tokens or not step.text
 
 
+@fewer
 @given(tokenized_cases(), splits)
 def test_text_is_whole_characters_of_the_bytes(case: Case, split: Split) -> None:
     """A character is emitted once, whole: all text is valid, and that of the bytes decoded."""
@@ -261,6 +265,7 @@ def test_text_is_whole_characters_of_the_bytes(case: Case, split: Split) -> None
     assert any(whole[start:].startswith(shown) for start in starts)
 
 
+@fewer
 @given(cases, splits)
 def test_tokens_are_the_engines_once_and_in_order(case: Case, split: Split) -> None:
     """What is emitted is where the engine's sequence begins: no token lost, repeated or moved."""
@@ -269,6 +274,7 @@ def test_tokens_are_the_engines_once_and_in_order(case: Case, split: Split) -> N
     assert ids == [piece.token_id for piece in case.pieces[: len(ids)]]
 
 
+@fewer
 @given(cases, splits)
 def test_the_last_step_alone_finishes(case: Case, split: Split) -> None:
     """One finish, with a stop match exactly where the reason is STOP."""
@@ -301,13 +307,15 @@ def test_held_back_is_what_a_stop_may_still_take(case: Case, split: Split) -> No
         if not asked.stops or asked.include:
             assert not waiting
         elif waiting:
-            longest = max(map(len, stops))
-            assert sum(len(piece.text) for piece in waiting[1:]) < max(longest - 1, 1)
-            # Either the tail begins in it, or it is part of a character yet to come.
-            end = visible + len(waiting[0].text)
-            assert end > safe or (waiting[0].text == "" and end == safe)
+            # The tail begins in the first of them that has text.
+            lengths = [len(piece.text) for piece in waiting if piece.text]
+            assert sum(lengths[1:]) <= max(0, max(map(len, stops)) - 2)
+            # The first of all is that, or part of a character that the stop may begin with.
+            first, end = waiting[0], visible + len(waiting[0].text)
+            assert end > safe or (end == safe and not first.shown)
 
 
+@fewer
 @given(cases, splits)
 def test_shown_text_is_no_part_of_the_stop(case: Case, split: Split) -> None:
     """Wherever a stop ends the output, nothing shown before or with it reaches into the stop.
@@ -324,6 +332,7 @@ def test_shown_text_is_no_part_of_the_stop(case: Case, split: Split) -> None:
         assert result.seen.text == case.text[: end - len(stop)]
 
 
+@fewer
 @given(cases, splits)
 def test_the_end_flushes_what_was_held_back(case: Case, split: Split) -> None:
     """An output that no stop text ends shows every token and all text, an abort included."""
@@ -334,6 +343,7 @@ def test_the_end_flushes_what_was_held_back(case: Case, split: Split) -> None:
         assert len(result.tokens) == len(case.pieces) == result.generated
 
 
+@fewer
 @given(cases, splits)
 def test_count_is_the_same_whether_the_stop_is_shown_or_not(case: Case, split: Split) -> None:
     """``completion_tokens`` counts what the engine generated, in both settings."""
@@ -349,6 +359,7 @@ def test_count_is_the_same_whether_the_stop_is_shown_or_not(case: Case, split: S
     assert shown.tokens[: len(whole)] == whole
 
 
+@fewer
 @given(cases, splits)
 def test_no_stop_text_ends_within_min_tokens(case: Case, split: Split) -> None:
     """A stop text may begin within the first ``min_tokens`` tokens, and ends behind them."""
@@ -359,6 +370,7 @@ def test_no_stop_text_ends_within_min_tokens(case: Case, split: Split) -> None:
         assert result.generated > case.asked.min_tokens
 
 
+@fewer
 @given(cases, splits, st.integers(1, 4), st.integers(0, 5))
 def test_a_stop_that_never_comes_changes_nothing(
     case: Case, split: Split, length: int, place: int
