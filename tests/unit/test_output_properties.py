@@ -178,9 +178,12 @@ def made_up_cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def tokenized_cases(draw: st.DrawFn) -> Case:
-    prompt = draw(prompts)
+    # Often a character that the prompt begins and the output finishes.
+    across = byte_ids(TOKENIZER, draw(st.sampled_from(["", "", "€", "😀", "日本"])).encode())
+    cut, padding = draw(st.integers(0, len(across))), draw(st.sampled_from([0, 0, 70]))
+    prompt = (*draw(prompts), *across[:cut], *[EOS] * padding)
     plain = TOKENIZER.encode("b", add_special_tokens=False).ids[0]
-    ids, finish, stop_ids = draw(endings(draw(id_lists), plain))
+    ids, finish, stop_ids = draw(endings(across[cut:] + draw(id_lists), plain))
     pieces = tuple(decode(all_bytes(prompt), [(one, token_bytes(one)) for one in ids], SPECIAL))
     stops = st.lists(st.sampled_from(WORDS), min_size=1, max_size=2).map("".join)
     asked = draw(askings(pieces, stop_ids, stops))
@@ -213,7 +216,7 @@ def askings(
     for _ in range(draw(st.integers(0, 3)) if text else 0):
         start = draw(st.integers(0, len(text) - 1))
         part = text[start : start + draw(st.integers(1, 5))]
-        kinds = [part, part, part, part + "a", part[:-1] + "b", part + "\x00", text]
+        kinds = [part, part, part, part + "a", part[:-1] + "b", part + "\x00", text, text[-3:]]
         stops.append(draw(st.sampled_from(kinds)))
     stops = draw(st.permutations(stops))
     return Asked(tuple(stops), stop_ids, draw(st.booleans()), draw(st.integers(0, 6)))
@@ -376,7 +379,8 @@ def test_a_stop_that_never_comes_changes_nothing(
     case: Case, split: Split, length: int, place: int
 ) -> None:
     """It may hold text back for a while; in the end all is as without it."""
-    never = case.text[:length] + "\x00"
+    absent = next(char for char in map(chr, range(0xE000, 0xF000)) if char not in case.text)
+    never = case.text[:length] + absent
     stops = list(case.asked.stops)
     stops.insert(place, never)
     with_it = replace(case, asked=replace(case.asked, stops=tuple(stops)))
