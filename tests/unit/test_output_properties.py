@@ -224,7 +224,7 @@ def askings(
 
 cases = st.one_of(made_up_cases(), tokenized_cases())
 splits = st.builds(Split, st.lists(st.integers(0, 5), max_size=6).map(tuple), st.booleans())
-fewer = settings(max_examples=80)
+fewer = settings(max_examples=50)
 """For what the comparison with the oracle covers as well, said by itself."""
 
 
