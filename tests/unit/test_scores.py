@@ -342,9 +342,7 @@ class TestThroughVllm:
 
     @given(
         st.lists(
-            st.tuples(
-                st.lists(st.integers(0, 50), max_size=3), st.integers(3, 6), st.booleans()
-            ),
+            st.tuples(st.lists(st.integers(0, 50), max_size=3), st.integers(3, 6), st.booleans()),
             max_size=12,
         )
     )
