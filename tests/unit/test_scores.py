@@ -50,7 +50,8 @@ def batch(*token_ids: int, width: int) -> LogprobsLists:
         [[token_id, *range(100, 100 + width)] for token_id in token_ids], dtype=torch.int32
     )
     ranks = torch.tensor([token_id + 1 for token_id in token_ids])
-    return LogprobsTensors(ids.reshape(-1, width + 1), -ids.float() / 8, ranks).tolists()
+    lists: LogprobsLists = LogprobsTensors(ids, -ids.float() / 8, ranks).tolists()
+    return lists
 
 
 def prompt_tensors(width: int) -> LogprobsTensors:

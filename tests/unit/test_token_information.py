@@ -132,9 +132,9 @@ class TestPlan:
 
     @pytest.mark.parametrize("name", ["output_candidates", "prompt_candidates"])
     def test_an_empty_selection(self, name: str) -> None:
-        check(
-            rejection(**{name: EMPTY}), "INVALID_ARGUMENT", f"response.{name}", "top_n", "token_ids"
-        )
+        options: dict[str, Any] = {name: EMPTY}
+        error = rejection(**options)
+        check(error, "INVALID_ARGUMENT", f"response.{name}", "top_n", "token_ids")
 
     @pytest.mark.parametrize("name", ["output_candidates", "prompt_candidates"])
     @pytest.mark.parametrize("model", [MODEL, EVERYTHING])
