@@ -9,6 +9,7 @@ from itertools import accumulate
 
 _REPLACEMENT = "\ufffd"
 _ANCHOR_SEARCH = 512
+_LONGEST_CHARACTER = 4
 
 
 class Pieces:
@@ -20,7 +21,7 @@ class Pieces:
 
     def __init__(self, texts: Sequence[str] = ()) -> None:
         self._texts = ["" if _REPLACEMENT in text else text for text in texts]
-        self._sizes = array("I", (len(text.encode()) for text in texts))
+        self._sizes = array("I", (_most_bytes(text) for text in texts))
 
     def __getitem__(self, token_id: int) -> str:
         """The text of a token, or "" for an id that the tokenizer does not know."""
@@ -38,6 +39,13 @@ class Pieces:
     @cached_property
     def _sums(self) -> array[int]:
         return array("Q", accumulate(sorted(self._sizes, reverse=True)))
+
+
+def _most_bytes(text: str) -> int:
+    # The last byte of a character brings all of it, and some tokenizers show no byte by itself.
+    if not text:
+        return _LONGEST_CHARACTER
+    return len(text.encode()) + text.count(_REPLACEMENT)
 
 
 def pieces_of(

@@ -67,6 +67,10 @@ class ScoreRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __bool__(self) -> bool:
+        # vLLM hands an empty container on as it is: rows to come would land in what waits.
+        return True
+
     def __iter__(self) -> Iterator[ScoreRow]:
         return iter(self._rows)
 

@@ -200,17 +200,20 @@ class GenerationStream:
             self._fail(errors.internal(), messages)
         if self._end_reason is not None and self._live:
             self._end_early(self._end_reason, messages)
+        if not self._live:
+            self.close()
         return messages
 
     def _add(
         self, sequence: RunningSequence, output: RequestOutput, messages: list[_Event]
     ) -> None:
+        completion = output.outputs[0]
         if sequence.index == 0:
             if output.num_cached_tokens:
                 self._cached_tokens = output.num_cached_tokens
-            if self._prompt_event is not None:
+            # An abort that overtook the engine's first answer brings no scores of the prompt.
+            if self._prompt_event is not None and completion.token_ids:
                 self._begin(output, messages)
-        completion = output.outputs[0]
         reason = completion.finish_reason
         if reason is None:
             finish = None

@@ -94,7 +94,7 @@ class TokenInformation:
         if self.prompt and not index:
             chosen = self.prompt_candidates
             options["prompt_logprobs"] = chosen.count if chosen is not None else 0
-        return options | {"flat_logprobs": True} if options else options
+        return options
 
 
 NO_INFORMATION = TokenInformation()
@@ -168,7 +168,8 @@ def check_output_information(
     if candidates is None:
         return
     path = "response.output_candidates"
-    own = _RECORD_OVERHEAD + model.pieces.longest(1)
+    # A token's text is in its record and in the text of the event.
+    own = _RECORD_OVERHEAD + 2 * model.pieces.longest(1)
     size = _EVENT_OVERHEAD + own + _candidates_size(candidates, model)
     if size > most_bytes:
         raise rejected(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import pytest
 from hypothesis import given, settings
@@ -36,6 +37,7 @@ class Request:
         caches: bool = True,
         wanted: TokenInformation = NO_INFORMATION,
         most_bytes: int = 4 * MIB,
+        worker: Executor = WORKER,
     ) -> None:
         encoder = GenerationEncoder("r", most_bytes)
         reader = InformationReader(wanted, PIECES)
@@ -64,7 +66,7 @@ class Request:
             abort=self.aborted.extend,
             on_close=self._close,
             progress=Progress(),
-            worker=WORKER,
+            worker=worker,
         )
 
     def _close(self) -> None:
@@ -250,6 +252,7 @@ async def test_abort_wakes_a_waiting_reader() -> None:
     [
         (EndReason.DRAINED, pb.ERROR_CODE_DRAINING),
         (EndReason.ENGINE_DEAD, pb.ERROR_CODE_INTERNAL),
+        (EndReason.SLOW_CLIENT, pb.ERROR_CODE_OVERLOADED),
     ],
 )
 async def test_other_ends_are_one_terminal_error(
