@@ -24,7 +24,7 @@ from openengine_vllm.engine.gate import BatchGate, BatchKind
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.requests import GenerationPlan, check_prompt_length
-from openengine_vllm.engine.scores import keep_arrays
+from openengine_vllm.engine.scores import PendingScores, keep_arrays
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.engine.token_information import check_prompt_information
 from openengine_vllm.protocol import errors
@@ -111,9 +111,10 @@ class Engine:
             if stream is not None:
                 stream.end(EndReason.SLOW_CLIENT)
 
+        pending = PendingScores(on_overflow)
         try:
             sequences = [
-                await self._start(plan, prompt, prompt_ids, index, engine_id, on_overflow)
+                await self._start(plan, prompt, prompt_ids, index, engine_id, pending)
                 for index, engine_id in enumerate(ids)
             ]
         except BaseException as error:
@@ -213,7 +214,7 @@ class Engine:
         prompt_ids: list[int],
         index: int,
         engine_id: str,
-        on_overflow: Callable[[], None],
+        pending: PendingScores,
     ) -> RunningSequence:
         collector = await self._llm.add_request(
             engine_id,
@@ -223,7 +224,7 @@ class Engine:
             data_parallel_rank=plan.data_parallel_rank,
         )
         if plan.information.outputs or plan.information.prompt:
-            keep_arrays(self._llm, collector.request_id, on_overflow)
+            keep_arrays(self._llm, collector.request_id, pending)
         output = SequenceOutput(
             self._detokenizer.decoder(prompt_ids), self._detokenizer.special_tokens, plan.rules
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 MOST_PENDING_BYTES = 32 * 1024 * 1024
-"""Scores of one output that may wait for a client that reads too slowly."""
+"""Scores of one request that may wait for a client that reads too slowly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,32 +37,61 @@ class ScoreRow:
     logprobs: npt.NDArray[np.float32]
     rank: int
 
+    @property
+    def size(self) -> int:
+        """Bytes of the arrays."""
+        return self.token_ids.nbytes + self.logprobs.nbytes
 
-class ScoreRows:
-    """Rows that wait to be taken; does what vLLM asks of a container of logprobs.
+
+class PendingScores:
+    """Bytes of scores that wait for the client, over all outputs of a request.
 
     Args:
-        on_overflow: runs when more than ``MOST_PENDING_BYTES`` wait here.
+        on_overflow: runs once, when they pass ``MOST_PENDING_BYTES``.
     """
 
-    __slots__ = ("_on_overflow", "_pending", "_rows")
+    __slots__ = ("_bytes", "_on_overflow", "_told")
 
-    def __init__(self, on_overflow: Callable[[], None], rows: Iterable[ScoreRow] = ()) -> None:
+    def __init__(self, on_overflow: Callable[[], None]) -> None:
         self._on_overflow = on_overflow
+        self._bytes = 0
+        self._told = False
+
+    def add(self, row: ScoreRow) -> None:
+        """The engine has made a row."""
+        self._bytes += row.size
+        if self._bytes > MOST_PENDING_BYTES and not self._told:
+            self._told = True
+            self._on_overflow()
+
+    def remove(self, rows: Iterable[ScoreRow]) -> None:
+        """Rows were taken."""
+        self._bytes -= sum(row.size for row in rows)
+
+
+class ScoreRows:
+    """Rows that wait to be taken; does what vLLM asks of a container of logprobs."""
+
+    __slots__ = ("_pending", "_rows")
+
+    def __init__(self, pending: PendingScores, rows: Iterable[ScoreRow] = ()) -> None:
+        self._pending = pending
         self._rows = list(rows)
-        self._pending = sum(_size(row) for row in self._rows)
 
     def append(self, row: ScoreRow) -> None:
         """One more position."""
         self._rows.append(row)
-        self._pending += _size(row)
+        self._pending.add(row)
+
+    def take(self) -> list[ScoreRow]:
+        """The rows, which wait no longer."""
+        rows, self._rows = self._rows, []
+        self._pending.remove(rows)
+        return rows
 
     def extend(self, more: Iterable[ScoreRow]) -> None:
         """Rows of a later output, merged in because nobody has taken the earlier ones."""
-        for row in more:
-            self.append(row)
-        if self._pending > MOST_PENDING_BYTES:
-            self._on_overflow()
+        self._rows.extend(more)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -79,14 +108,13 @@ class ScoreRows:
     @overload
     def __getitem__(self, index: slice) -> ScoreRows: ...
     def __getitem__(self, index: SupportsIndex | slice) -> ScoreRow | ScoreRows:
-        """A slice is vLLM taking the rows of an output: they are not kept here."""
+        """A slice is vLLM moving the rows to an output: they are not kept here."""
         if not isinstance(index, slice):
             return self._rows[index]
-        taken = ScoreRows(self._on_overflow, self._rows[index])
-        if len(taken):
+        given = ScoreRows(self._pending, self._rows[index])
+        if len(given):
             self._rows.clear()
-            self._pending = 0
-        return taken
+        return given
 
 
 class PromptScores:
@@ -141,27 +169,23 @@ class ScoreProcessor(LogprobsProcessor):
         return ScoreRow(token_ids[:width].copy(), logprobs[:width].copy(), rank)
 
 
-def keep_arrays(llm: AsyncLLM, internal_id: str, on_overflow: Callable[[], None]) -> None:
+def keep_arrays(llm: AsyncLLM, internal_id: str, pending: PendingScores) -> None:
     """Have the scores of a request come as :class:`ScoreRows` and :class:`PromptScores`.
 
     It has to be called before the event loop runs again after the request was added.
 
     Args:
         internal_id: vLLM's id of the request.
-        on_overflow: runs when too many scores wait to be taken.
+        pending: counts what waits to be taken.
     """
     state = llm.output_processor.request_states[internal_id]
     old = state.logprobs_processor
     assert old is not None
     state.logprobs_processor = ScoreProcessor(
         tokenizer=None,
-        logprobs=None if old.logprobs is None else cast("Any", ScoreRows(on_overflow)),
+        logprobs=None if old.logprobs is None else cast("Any", ScoreRows(pending)),
         prompt_logprobs=None,
         cumulative_logprob=None,
         num_logprobs=old.num_logprobs,
         num_prompt_logprobs=old.num_prompt_logprobs,
     )
-
-
-def _size(row: ScoreRow) -> int:
-    return row.token_ids.nbytes + row.logprobs.nbytes

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-    from openengine_vllm.engine.scores import PromptScores, ScoreRow
+    from openengine_vllm.engine.scores import PromptScores, ScoreRows
 
 _log = structlog.get_logger(__name__)
 
@@ -96,7 +96,7 @@ class GenerationStream:
         prompt_event: makes the prompt event of the engine's scores, when one was asked for.
         reports_cache: whether usage tells cached prompt tokens (prefix caching is on).
         abort: tells the engine to drop requests, by engine id; returns at once.
-        on_close: runs once, when nothing of the request is left in the engine.
+        on_close: runs once, when the engine has been told to drop what is left of the request.
         progress: counts the engine's answers.
         worker: runs what would keep the event loop for too long.
     """
@@ -148,6 +148,7 @@ class GenerationStream:
         if self._end_reason is None:
             self._end_reason = reason
         self._abort([sequence.engine_id for sequence in self._live])
+        self._leave()
         self._wake.set()
 
     def close(self) -> None:
@@ -155,6 +156,9 @@ class GenerationStream:
         if self._live:
             self._abort([sequence.engine_id for sequence in self._live])
             self._live.clear()
+        self._leave()
+
+    def _leave(self) -> None:
         if self._on_close is not None:
             self._on_close()
             self._on_close = None
@@ -223,7 +227,8 @@ class GenerationStream:
             if self._end_reason is None:
                 raise errors.engine_dead("the engine aborted the request")
             finish = None
-        scores = cast("Sequence[ScoreRow] | None", completion.logprobs)
+        rows = cast("ScoreRows | None", completion.logprobs)
+        scores = None if rows is None else rows.take()
         step = sequence.output.feed(completion.token_ids, finish, scores)
         if step.finish is not None and finish is None:
             self._abort([sequence.engine_id])
@@ -234,7 +239,7 @@ class GenerationStream:
         prompt_event, self._prompt_event = self._prompt_event, None
         assert prompt_event is not None
         self._has_unencoded = True
-        messages[:] = [lambda: [prompt_event(scores)], *self._early, *messages]
+        messages += [lambda: [prompt_event(scores)], *self._early]
         self._early.clear()
 
     def _emit(self, sequence: RunningSequence, step: Step, messages: list[_Event]) -> None:

@@ -121,8 +121,7 @@ def check_transformers(
         return
     ids = [*before, *(record.token_id for record in records)]
     with torch.inference_mode():
-        table = torch.log_softmax(transformer(torch.tensor([ids])).logits[0], -1)
-    table = table.numpy()
+        table = torch.log_softmax(transformer(torch.tensor([ids])).logits[0], -1).numpy()
     for position, record in enumerate(records, len(before)):
         if not record.HasField("logprob"):
             continue

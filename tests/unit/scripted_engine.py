@@ -16,7 +16,7 @@ from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.pieces import Pieces
 from openengine_vllm.engine.requests import GenerationPlan
-from openengine_vllm.engine.scores import PromptScores, ScoreRow
+from openengine_vllm.engine.scores import PendingScores, PromptScores, ScoreRow, ScoreRows
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.limits import MIB, RequestLimits
@@ -69,7 +69,8 @@ class Collector:
     def __init__(self) -> None:
         self.ready = asyncio.Event()
         self._tokens: list[int] = []
-        self._scores: list[ScoreRow] | None = None
+        self._scores: ScoreRows | None = None
+        self.pending = PendingScores(lambda: None)
         self.prompt_scores: PromptScores | None = None
         self._reason: str | None = None
         self._cached = 0
@@ -89,7 +90,9 @@ class Collector:
         """Tokens by their ids, and their scores."""
         self._tokens += token_ids
         if scores is not None:
-            self._scores = [*(self._scores or ()), *scores]
+            self._scores = self._scores or ScoreRows(self.pending)
+            for row in scores:
+                self._scores.append(row)
         self._reason = reason
         self._full = True
         self.ready.set()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from openengine_vllm.engine import scores
 from openengine_vllm.engine.outputs import StopRules
-from openengine_vllm.engine.scores import PromptScores, ScoreRow, ScoreRows
+from openengine_vllm.engine.scores import PendingScores, PromptScores, ScoreRow
 from openengine_vllm.engine.stops import StopAutomaton
 from openengine_vllm.engine.token_information import ALL, Candidates, TokenInformation
 from openengine_vllm.protocol import v1 as pb
@@ -276,12 +276,13 @@ async def test_what_fails_in_the_worker_is_one_internal_error() -> None:
 async def test_too_much_that_waits_ends_with_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 3 * 8)
     request = Request(wanted=SCORES)
-    rows = ScoreRows(lambda: request.stream.end(EndReason.SLOW_CLIENT), [score(97, 1)])
-    rows.extend(score(97, place) for place in (2, 3))
+    collector = request.collectors[0]
+    collector.pending = PendingScores(lambda: request.stream.end(EndReason.SLOW_CLIENT))
+    collector.put_ids(97, 97, 97, scores=[score(97, place) for place in (1, 2, 3)])
     assert request.aborted == []
-    rows.extend([score(97, 4)])
+    collector.put_ids(97, scores=[score(97, 4)])
     assert request.aborted == ["e0"]
-    request.collectors[0].put_ids(97, 97, 97, 97, scores=list(rows))
+    assert request.closed == 1
     request.collectors[0].put("", "abort")
     events = await request.rest()
 

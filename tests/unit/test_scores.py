@@ -20,6 +20,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from openengine_vllm.engine import scores
 from openengine_vllm.engine.scores import (
+    PendingScores,
     PromptScores,
     ScoreProcessor,
     ScoreRow,
@@ -44,6 +45,10 @@ def no_overflow() -> None:
     raise AssertionError("no overflow was due")
 
 
+def quiet() -> PendingScores:
+    return PendingScores(no_overflow)
+
+
 def batch(*token_ids: int, width: int) -> LogprobsLists:
     """As the engine makes it: a row a token, with ``width`` candidates behind it."""
     ids = torch.tensor(
@@ -62,7 +67,7 @@ def prompt_tensors(width: int) -> LogprobsTensors:
 
 class TestRows:
     def test_a_slice_takes_the_last_rows_and_leaves_nothing(self) -> None:
-        rows = ScoreRows(no_overflow, [row(1), row(2), row(3)])
+        rows = ScoreRows(quiet(), [row(1), row(2), row(3)])
         taken = rows[-2:]
 
         assert own_ids(taken) == [2, 3]
@@ -72,50 +77,39 @@ class TestRows:
         assert own_ids(taken) == [2, 3]
 
     def test_an_empty_slice_takes_nothing(self) -> None:
-        rows = ScoreRows(no_overflow, [row(1), row(2)])
+        rows = ScoreRows(quiet(), [row(1), row(2)])
 
         assert len(rows[:0]) == 0
         assert own_ids(rows) == [1, 2]
 
     def test_an_index_takes_nothing(self) -> None:
-        rows = ScoreRows(no_overflow, [row(1), row(2)])
+        rows = ScoreRows(quiet(), [row(1), row(2)])
 
         assert own_ids([rows[0], rows[-1]]) == [1, 2]
         assert len(rows) == 2
 
     def test_merging_appends(self) -> None:
-        rows = ScoreRows(no_overflow, [row(1)])
-        rows.extend(ScoreRows(no_overflow, [row(2), row(3)]))
+        rows = ScoreRows(quiet(), [row(1)])
+        rows.extend(ScoreRows(quiet(), [row(2), row(3)]))
 
         assert own_ids(rows) == [1, 2, 3]
 
-    def test_overflow_is_told_when_a_merge_passes_the_limit(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 3 * 8)
-        told: list[int] = []
-        rows = ScoreRows(lambda: told.append(len(rows)), [row(1)])
-        rows.extend([row(2), row(3)])
-        assert told == []
-        rows.extend([row(4)])
-        assert told == [4]
-
-    def test_what_was_taken_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 3 * 8)
-        rows = ScoreRows(no_overflow, [row(1), row(2)])
-        taken = rows[-2:]
-        rows.extend([row(3), row(4), row(5)])
-        taken.extend([row(6)])
-
-        assert own_ids(taken) == [1, 2, 6]
-
-    def test_candidates_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 100)
+    def test_what_waits_is_counted_over_all_outputs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 4 * 8)
         told: list[None] = []
-        rows = ScoreRows(lambda: told.append(None), [row(1, candidates=5)])
-        rows.extend([row(2, candidates=6)])
-
-        assert len(told) == 1
+        pending = PendingScores(lambda: told.append(None))
+        one, other = ScoreRows(pending), ScoreRows(pending)
+        for token_id in range(2):
+            one.append(row(token_id))
+            other.append(row(token_id))
+        assert told == []
+        assert own_ids(one.take()) == [0, 1]
+        assert len(one) == 0
+        other.append(row(2, candidates=1))
+        assert told == []
+        other.append(row(3))
+        other.append(row(4))
+        assert told == [None]
 
 
 class TestPromptScores:
@@ -141,7 +135,7 @@ class TestPromptScores:
 def processor(num_logprobs: int | None, num_prompt_logprobs: int | None = None) -> ScoreProcessor:
     return ScoreProcessor(
         tokenizer=None,
-        logprobs=None if num_logprobs is None else cast("Any", ScoreRows(no_overflow)),
+        logprobs=None if num_logprobs is None else cast("Any", ScoreRows(quiet())),
         prompt_logprobs=None,
         cumulative_logprob=None,
         num_logprobs=num_logprobs,
@@ -215,7 +209,7 @@ class Pipeline:
         self.collector = RequestOutputCollector(params.output_kind, request.request_id)
         self.processor.add_request(request, None, queue=self.collector)
         llm: Any = SimpleNamespace(output_processor=self.processor)
-        keep_arrays(llm, self.collector.request_id, on_overflow)
+        keep_arrays(llm, self.collector.request_id, PendingScores(on_overflow))
 
     def answer(
         self,
@@ -285,7 +279,7 @@ class TestThroughVllm:
         pipeline = Pipeline(0, on_overflow=lambda: told.append(None))
         for token_id in range(3):
             pipeline.answer(token_id, width=0)
-        pipeline.take()
+        cast("ScoreRows", pipeline.take().outputs[0].logprobs).take()
         for token_id in range(3):
             pipeline.answer(token_id, width=0)
         assert told == []
