@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from openengine_vllm.engine.decode import Detokenizer, FastDetokenizer
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.outputs import SequenceOutput
+from openengine_vllm.engine.reasoning import reasoning_counter
 from openengine_vllm.engine.requests import GenerationPlan, check_prompt_length
 from openengine_vllm.engine.slow_decode import SlowDetokenizer
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
@@ -29,6 +31,7 @@ from openengine_vllm.protocol import errors
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
 
 if TYPE_CHECKING:
+    from openengine_vllm.engine.tracing import Tracer
     from vllm.inputs import EngineInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -43,6 +46,9 @@ class Engine:
         self.facts = facts
         self._serial = itertools.count()
         self._detokenizer = _detokenizer(llm)
+        self._count_reasoning = reasoning_counter(llm)
+        self.tracer = _tracer(llm)
+        """Starts requests' spans; None where the operator has not asked for traces."""
         self._progress = Progress()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -60,8 +66,10 @@ class Engine:
         """Requests that vLLM's frontend still tracks."""
         return self._llm.get_num_unfinished_requests()
 
-    async def submit(self, plan: GenerationPlan) -> GenerationStream:
-        """Have the engine accept a request.
+    async def submit(
+        self, plan: GenerationPlan, trace_headers: Mapping[str, str] | None = None
+    ) -> GenerationStream:
+        """Have the engine accept a request; ``trace_headers`` name its span's parent.
 
         Raises:
             OpenEngineError: the engine refuses it or is dead; nothing is left behind then.
@@ -73,7 +81,7 @@ class Engine:
         ids = [f"{plan.request_id}/{serial}.{index}" for index in range(plan.sequences)]
         try:
             sequences = [
-                await self._start(plan, prompt, prompt_ids, index, engine_id)
+                await self._start(plan, prompt, prompt_ids, index, engine_id, trace_headers)
                 for index, engine_id in enumerate(ids)
             ]
         except BaseException as error:
@@ -88,6 +96,9 @@ class Engine:
             reports_cache=self.facts.prefix_caching,
             abort=self.abort,
             progress=self._progress,
+            count_reasoning=None
+            if self._count_reasoning is None
+            else partial(self._count_reasoning, prompt_ids),
         )
 
     def abort(self, engine_ids: Sequence[str]) -> None:
@@ -127,6 +138,8 @@ class Engine:
     def shutdown(self) -> None:
         """Stop the engine's processes. Blocks for some seconds."""
         self._llm.shutdown()
+        if self.tracer is not None:
+            self.tracer.flush()
 
     async def _abort(self, engine_ids: list[str]) -> None:
         try:
@@ -159,6 +172,7 @@ class Engine:
         prompt_ids: list[int],
         index: int,
         engine_id: str,
+        trace_headers: Mapping[str, str] | None,
     ) -> RunningSequence:
         collector = await self._llm.add_request(
             engine_id,
@@ -166,6 +180,7 @@ class Engine:
             self._sampling_params(plan, index, len(prompt_ids)),
             priority=-plan.priority,
             data_parallel_rank=plan.data_parallel_rank,
+            trace_headers=trace_headers,
         )
         output = SequenceOutput(
             self._detokenizer.decoder(prompt_ids), self._detokenizer.special_tokens, plan.rules
@@ -209,6 +224,14 @@ class _NoText:
 
     def step(self, token_id: int) -> str:
         return ""
+
+
+def _tracer(llm: AsyncLLM) -> Tracer | None:
+    if not llm.vllm_config.observability_config.otlp_traces_endpoint:
+        return None
+    from openengine_vllm.engine.tracing import Tracer
+
+    return Tracer()
 
 
 def _detokenizer(llm: AsyncLLM) -> Detokenizer:

@@ -40,6 +40,22 @@ _REASONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class StreamSummary:
+    """What a request has come to so far, without its content."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """Over all outputs."""
+    cached_tokens: int | None
+    """Of the prompt; None without prefix caching."""
+    reasoning_tokens: int | None
+    finish_reasons: tuple[str, ...]
+    """By output: ``stop``, ``length``, ``cancelled``, or ``-`` for one that has not finished."""
+    error: errors.OpenEngineError | None
+    """What the stream has failed with."""
+
+
 @dataclass(slots=True, eq=False)
 class RunningSequence:
     """One output of the request while it runs."""
@@ -48,6 +64,9 @@ class RunningSequence:
     engine_id: str
     collector: RequestOutputCollector
     output: SequenceOutput
+    finish: Finish | None = None
+    token_ids: list[int] | None = None
+    """All that the engine generated, where reasoning tokens are counted."""
 
     def take(self) -> RequestOutput | None:
         """What the engine has made since the last call, merged.
@@ -78,6 +97,8 @@ class GenerationStream:
         reports_cache: whether usage tells cached prompt tokens (prefix caching is on).
         abort: tells the engine to drop requests, by engine id; returns at once.
         progress: counts the engine's answers.
+        count_reasoning: counts the reasoning tokens of all outputs together; None where usage
+            does not tell them.
     """
 
     def __init__(
@@ -89,6 +110,7 @@ class GenerationStream:
         reports_cache: bool,
         abort: Callable[[Sequence[str]], None],
         progress: Progress,
+        count_reasoning: Callable[[Sequence[Sequence[int]]], int | None] | None = None,
     ) -> None:
         self._all = tuple(sequences)
         self._live = list(sequences)
@@ -97,17 +119,34 @@ class GenerationStream:
         self._reports_cache = reports_cache
         self._abort = abort
         self._progress = progress
+        self._count_reasoning = count_reasoning
         self._cached_tokens = 0
+        self._reasoning_tokens: int | None = None
+        self._error: errors.OpenEngineError | None = None
         self._end_reason: EndReason | None = None
         self._wake = WakeUp()
         self._wake.set()
         for sequence in sequences:
             sequence.collector.ready = cast("asyncio.Event", self._wake)
+            if count_reasoning is not None:
+                sequence.token_ids = []
 
     @property
     def generated_tokens(self) -> int:
         """Tokens generated so far, over all outputs."""
         return sum(sequence.output.generated for sequence in self._all)
+
+    @property
+    def summary(self) -> StreamSummary:
+        """What the request has come to so far."""
+        return StreamSummary(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self.generated_tokens,
+            cached_tokens=self._cached_tokens if self._reports_cache else None,
+            reasoning_tokens=self._reasoning_tokens,
+            finish_reasons=tuple(_finish_name(sequence.finish) for sequence in self._all),
+            error=self._error,
+        )
 
     def end(self, reason: EndReason) -> None:
         """Have the engine stop now, and :meth:`next` give the last events.
@@ -163,6 +202,8 @@ class GenerationStream:
             if self._end_reason is None:
                 raise errors.engine_dead("the engine aborted the request")
             finish = None
+        if sequence.token_ids is not None:
+            sequence.token_ids += completion.token_ids
         step = sequence.output.feed(completion.token_ids, finish)
         if step.finish is not None and finish is None:
             self._abort([sequence.engine_id])
@@ -174,6 +215,7 @@ class GenerationStream:
         if step.finish is None:
             return
         self._live.remove(sequence)
+        sequence.finish = step.finish
         messages.append(
             self._encoder.finished(
                 sequence.index,
@@ -192,6 +234,7 @@ class GenerationStream:
 
     def _fail(self, error: errors.OpenEngineError, messages: list[bytes]) -> None:
         self.close()
+        self._error = error
         messages.append(self._encoder.error(errors.to_proto(error), self._usage()))
 
     def _usage(self) -> pb.Usage:
@@ -203,6 +246,11 @@ class GenerationStream:
         )
         if self._reports_cache:
             usage.cached_prompt_tokens = self._cached_tokens
+        if self._count_reasoning is not None:
+            outputs = [(s.token_ids or [])[: s.output.generated] for s in self._all]
+            self._reasoning_tokens = self._count_reasoning(outputs)
+            if self._reasoning_tokens is not None:
+                usage.reasoning_tokens = self._reasoning_tokens
         return usage
 
 
@@ -210,6 +258,12 @@ _END_ERRORS: dict[EndReason, Callable[[], errors.OpenEngineError]] = {
     EndReason.DRAINED: errors.draining,
     EndReason.ENGINE_DEAD: errors.engine_dead,
 }
+
+
+def _finish_name(finish: Finish | None) -> str:
+    if finish is None:
+        return "-"
+    return "cancelled" if finish is Finish.ABORT else finish.value
 
 
 def _stop_match(match: StopMatch) -> pb.StopMatch:

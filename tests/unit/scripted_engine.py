@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -98,6 +98,9 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.facts = FACTS
+        self.tracer: Any = None
+        self.trace_headers: Mapping[str, str] | None = None
+        """Those of the last request."""
         self.collectors: dict[str, list[Collector]] = {}
         """By request id, one an output."""
         self.aborted: set[str] = set()
@@ -118,8 +121,11 @@ class ScriptedEngine:
     def progress(self) -> int:
         return self._progress.outputs
 
-    async def submit(self, plan: GenerationPlan) -> GenerationStream:
+    async def submit(
+        self, plan: GenerationPlan, trace_headers: Mapping[str, str] | None = None
+    ) -> GenerationStream:
         """Accept a request."""
+        self.plan, self.trace_headers = plan, trace_headers
         await self.gate.wait()
         if self.refusal is not None:
             raise self.refusal
