@@ -31,9 +31,10 @@ from openengine_vllm.protocol import errors
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
 
 if TYPE_CHECKING:
-    from openengine_vllm.engine.tracing import Tracer
     from vllm.inputs import EngineInput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from openengine_vllm.engine.tracing import Tracer
 
 _log = structlog.get_logger(__name__)
 

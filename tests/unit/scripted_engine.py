@@ -99,6 +99,8 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.facts = FACTS
         self.tracer: Any = None
+        self.plan: GenerationPlan
+        """That of the last request."""
         self.trace_headers: Mapping[str, str] | None = None
         """Those of the last request."""
         self.collectors: dict[str, list[Collector]] = {}
