@@ -55,7 +55,9 @@ async def collector() -> AsyncIterator[Collector]:
     """A collector on a loopback port."""
     server = aio.server()
     result = Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(result, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(  # type: ignore[no-untyped-call]
+        result, server
+    )
     result.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
