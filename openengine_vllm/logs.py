@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import sys
+from collections.abc import MutableMapping
+from typing import Any
 
 import structlog
+
+_FIRST_KEYS = ("timestamp", "level", "event")
+_BARE = re.compile(r'[^\s"=\\]+')
 
 
 def configure(level: str) -> None:
@@ -15,11 +22,34 @@ def configure(level: str) -> None:
             structlog.stdlib.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
+            render_line,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
         ),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
+    )
+
+
+def render_line(logger: object, method: str, event: MutableMapping[str, Any]) -> str:
+    """Render an event as one line, whatever its values hold: clients choose some of them.
+
+    A value that is not plain is quoted and escaped as JSON, and so is everything in it that
+    does not print: control characters, terminal escapes, separators, reversed text.
+    """
+    first = [key for key in _FIRST_KEYS if key in event]
+    rest = [key for key in event if key not in _FIRST_KEYS]
+    return " ".join(f"{key}={_value(event[key])}" for key in (*first, *rest))
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return ""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if text.isprintable() and _BARE.fullmatch(text):
+        return text
+    return "".join(
+        char if char.isprintable() else json.dumps(char)[1:-1]
+        for char in json.dumps(text, ensure_ascii=False)
     )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -17,12 +18,14 @@ from vllm.exceptions import VLLMClientError
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from openengine_vllm.engine.decode import Detokenizer
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.gate import BatchGate, BatchKind
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
+from openengine_vllm.engine.reasoning import reasoning_counter
 from openengine_vllm.engine.requests import GenerationPlan, check_prompt_length
 from openengine_vllm.engine.scores import PendingScores, keep_arrays
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
@@ -34,6 +37,8 @@ from openengine_vllm.registry import EndReason
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from openengine_vllm.engine.tracing import Tracer
 
 _log = structlog.get_logger(__name__)
 
@@ -56,6 +61,9 @@ class Engine:
         self._detokenizer = detokenizer
         self._gate = None if llm.vllm_config.use_v2_model_runner else BatchGate()
         self._worker = ThreadPoolExecutor(1, "encode")
+        self._count_reasoning = reasoning_counter(llm)
+        self.tracer = _tracer(llm)
+        """Starts requests' spans; None where the operator has not asked for traces."""
         self._progress = Progress()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -73,8 +81,10 @@ class Engine:
         """Requests that vLLM's frontend still tracks."""
         return self._llm.get_num_unfinished_requests()
 
-    async def submit(self, plan: GenerationPlan) -> GenerationStream:
-        """Have the engine accept a request.
+    async def submit(
+        self, plan: GenerationPlan, trace_headers: Mapping[str, str] | None = None
+    ) -> GenerationStream:
+        """Have the engine accept a request; ``trace_headers`` name its span's parent.
 
         Raises:
             OpenEngineError: the engine refuses it or is dead; nothing is left behind then.
@@ -85,7 +95,7 @@ class Engine:
         check_prompt_information(plan.information, prompt_ids, self.facts, self._most_bytes)
         leave = await self._enter(plan.information.batch_kind)
         try:
-            return await self._begin(plan, prompt, prompt_ids, leave)
+            return await self._begin(plan, prompt, prompt_ids, leave, trace_headers)
         except BaseException:
             leave()
             raise
@@ -102,6 +112,7 @@ class Engine:
         prompt: dict[str, Any],
         prompt_ids: list[int],
         leave: Callable[[], None],
+        trace_headers: Mapping[str, str] | None,
     ) -> GenerationStream:
         serial = next(self._serial)
         ids = [f"{plan.request_id}/{serial}.{index}" for index in range(plan.sequences)]
@@ -114,7 +125,9 @@ class Engine:
         pending = PendingScores(on_overflow)
         try:
             sequences = [
-                await self._start(plan, prompt, prompt_ids, index, engine_id, pending)
+                await self._start(
+                    plan, prompt, prompt_ids, index, engine_id, pending, trace_headers
+                )
                 for index, engine_id in enumerate(ids)
             ]
         except BaseException as error:
@@ -122,9 +135,32 @@ class Engine:
             if isinstance(error, Exception):
                 raise self._refusal(error) from error
             raise
+        stream = self._stream(plan, sequences, prompt_ids, leave)
+        return stream
+
+    def unstarted(self, plan: GenerationPlan) -> GenerationStream:
+        """The stream of a request that is told to end while :meth:`submit` waits."""
+        sequences = [
+            RunningSequence(
+                index,
+                f"unstarted/{plan.request_id}",
+                RequestOutputCollector(RequestOutputKind.DELTA, ""),
+                SequenceOutput(self._detokenizer.decoder(()), {}, plan.rules),
+            )
+            for index in range(plan.sequences)
+        ]
+        return self._stream(plan, sequences, plan.prompt_ids or [], lambda: None)
+
+    def _stream(
+        self,
+        plan: GenerationPlan,
+        sequences: Sequence[RunningSequence],
+        prompt_ids: list[int],
+        leave: Callable[[], None],
+    ) -> GenerationStream:
         encoder = GenerationEncoder(plan.request_id, self._most_bytes)
         reader = InformationReader(plan.information, self.facts.pieces)
-        stream = GenerationStream(
+        return GenerationStream(
             sequences,
             encoder,
             information=reader,
@@ -141,8 +177,10 @@ class Engine:
             on_close=leave,
             progress=self._progress,
             worker=self._worker,
+            count_reasoning=None
+            if self._count_reasoning is None
+            else partial(self._count_reasoning, prompt_ids),
         )
-        return stream
 
     def abort(self, engine_ids: Sequence[str]) -> None:
         """Drop requests from the engine, in the background; unknown ids are ignored."""
@@ -182,6 +220,8 @@ class Engine:
         """Stop the engine's processes. Blocks for some seconds."""
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._llm.shutdown()
+        if self.tracer is not None:
+            self.tracer.flush()
 
     async def _abort(self, engine_ids: list[str]) -> None:
         try:
@@ -215,6 +255,7 @@ class Engine:
         index: int,
         engine_id: str,
         pending: PendingScores,
+        trace_headers: Mapping[str, str] | None,
     ) -> RunningSequence:
         collector = await self._llm.add_request(
             engine_id,
@@ -222,6 +263,7 @@ class Engine:
             self._sampling_params(plan, index, len(prompt_ids)),
             priority=-plan.priority,
             data_parallel_rank=plan.data_parallel_rank,
+            trace_headers=trace_headers,
         )
         if plan.information.outputs or plan.information.prompt:
             keep_arrays(self._llm, collector.request_id, pending)
@@ -256,3 +298,11 @@ class Engine:
             return errors.overloaded(str(error))
         _log.error("engine refused a request", error=type(error).__name__, exc_info=error)
         return errors.internal()
+
+
+def _tracer(llm: AsyncLLM) -> Tracer | None:
+    if not llm.vllm_config.observability_config.otlp_traces_endpoint:
+        return None
+    from openengine_vllm.engine.tracing import Tracer
+
+    return Tracer()

@@ -57,6 +57,22 @@ _MOST_SCORES_ON_LOOP = 1000
 """About half a millisecond of encoding."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamSummary:
+    """What a request has come to so far, without its content."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """Over all outputs."""
+    cached_tokens: int | None
+    """Of the prompt; None without prefix caching."""
+    reasoning_tokens: int | None
+    finish_reasons: tuple[str, ...]
+    """By output: ``stop``, ``length``, ``cancelled``, or ``-`` for one that has not finished."""
+    error: errors.OpenEngineError | None
+    """What the stream has failed with."""
+
+
 @dataclass(slots=True, eq=False)
 class RunningSequence:
     """One output of the request while it runs."""
@@ -65,6 +81,9 @@ class RunningSequence:
     engine_id: str
     collector: RequestOutputCollector
     output: SequenceOutput
+    finish: Finish | None = None
+    token_ids: list[int] | None = None
+    """All that the engine generated, where reasoning tokens are counted."""
 
     def take(self) -> RequestOutput | None:
         """What the engine has made since the last call, merged.
@@ -99,6 +118,8 @@ class GenerationStream:
         on_close: runs once, when the engine has been told to drop what is left of the request.
         progress: counts the engine's answers.
         worker: runs what would keep the event loop for too long.
+        count_reasoning: counts the reasoning tokens of all outputs together; None where usage
+            does not tell them.
     """
 
     def __init__(
@@ -114,6 +135,7 @@ class GenerationStream:
         on_close: Callable[[], None] | None = None,
         progress: Progress,
         worker: Executor,
+        count_reasoning: Callable[[Sequence[Sequence[int]]], int | None] | None = None,
     ) -> None:
         self._all = tuple(sequences)
         self._live = list(sequences)
@@ -128,17 +150,34 @@ class GenerationStream:
         self._worker = worker
         self._early: list[_Event] = []
         self._has_unencoded = False
+        self._count_reasoning = count_reasoning
         self._cached_tokens = 0
+        self._reasoning_tokens: int | None = None
+        self._error: errors.OpenEngineError | None = None
         self._end_reason: EndReason | None = None
         self._wake = WakeUp()
         self._wake.set()
         for sequence in sequences:
             sequence.collector.ready = cast("asyncio.Event", self._wake)
+            if count_reasoning is not None:
+                sequence.token_ids = []
 
     @property
     def generated_tokens(self) -> int:
         """Tokens generated so far, over all outputs."""
         return sum(sequence.output.generated for sequence in self._all)
+
+    @property
+    def summary(self) -> StreamSummary:
+        """What the request has come to so far."""
+        return StreamSummary(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self.generated_tokens,
+            cached_tokens=self._cached_tokens if self._reports_cache else None,
+            reasoning_tokens=self._reasoning_tokens,
+            finish_reasons=tuple(_finish_name(sequence.finish) for sequence in self._all),
+            error=self._error,
+        )
 
     def end(self, reason: EndReason) -> None:
         """Have the engine stop now, and :meth:`next` give the last events.
@@ -227,6 +266,8 @@ class GenerationStream:
             if self._end_reason is None:
                 raise errors.engine_dead("the engine aborted the request")
             finish = None
+        if sequence.token_ids is not None:
+            sequence.token_ids += completion.token_ids
         rows = cast("ScoreRows | None", completion.logprobs)
         scores = None if rows is None else rows.take()
         step = sequence.output.feed(completion.token_ids, finish, scores)
@@ -250,6 +291,7 @@ class GenerationStream:
         if step.finish is None:
             return
         self._live.remove(sequence)
+        sequence.finish = step.finish
         messages.append(
             self._encoder.finished(
                 sequence.index,
@@ -285,6 +327,7 @@ class GenerationStream:
 
     def _fail(self, error: errors.OpenEngineError, messages: list[_Event]) -> None:
         self.close()
+        self._error = error
         messages.append(self._encoder.error(errors.to_proto(error), self._usage()))
 
     def _usage(self) -> pb.Usage:
@@ -296,6 +339,11 @@ class GenerationStream:
         )
         if self._reports_cache:
             usage.cached_prompt_tokens = self._cached_tokens
+        if self._count_reasoning is not None:
+            outputs = [(s.token_ids or [])[: s.output.generated] for s in self._all]
+            self._reasoning_tokens = self._count_reasoning(outputs)
+            if self._reasoning_tokens is not None:
+                usage.reasoning_tokens = self._reasoning_tokens
         return usage
 
 
@@ -316,6 +364,12 @@ def _encode(events: list[_Event]) -> list[bytes]:
         else:
             encoded += event()
     return encoded
+
+
+def _finish_name(finish: Finish | None) -> str:
+    if finish is None:
+        return "-"
+    return "cancelled" if finish is Finish.ABORT else finish.value
 
 
 def _stop_match(match: StopMatch) -> pb.StopMatch:

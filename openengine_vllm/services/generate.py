@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
-from openengine_vllm.engine.requests import plan_generation
+from openengine_vllm.engine.requests import GenerationPlan, plan_generation
 from openengine_vllm.engine.stream import GenerationStream
 from openengine_vllm.lifecycle import Lifecycle
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
-from openengine_vllm.registry import RequestRegistry
+from openengine_vllm.protocol.call_metadata import add_to_generate, read_call_metadata
+from openengine_vllm.protocol.trace_context import read_trace_context
+from openengine_vllm.registry import EndReason, Entry, RequestRegistry
 from openengine_vllm.services.handlers import Context
+from openengine_vllm.services.request_record import RequestRecord
 from openengine_vllm.services.stalls import StallWatch
+
+if TYPE_CHECKING:
+    from openengine_vllm.engine.runtime import Engine
 
 
 class GenerateService:
@@ -32,24 +39,61 @@ class GenerateService:
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Serve one request to its end; the engine's part stops with the client's interest."""
-        engine = self._lifecycle.accepting.engine
-        plan = plan_generation(request, engine.facts, self._limits)
+        metadata = tuple(context.invocation_metadata() or ())
+        caller = read_trace_context(metadata)
+        with RequestRecord(
+            "Generate", request.request_id, request.model, request.metadata, caller
+        ) as record:
+            engine = self._lifecycle.accepting.engine
+            record.trace(engine.tracer)
+            call = read_call_metadata(metadata)
+            record.came_with(call)
+            add_to_generate(request, call)
+            plan = plan_generation(request, engine.facts, self._limits)
+            record.planned(plan, request.model or engine.facts.served_names[0])
+            await self._run(engine, plan, record, context)
+
+    async def _run(
+        self, engine: Engine, plan: GenerationPlan, record: RequestRecord, context: Context
+    ) -> None:
         entry = self._registry.admit(plan.request_id, plan.sequences)
         try:
-            stream = await engine.submit(plan)
+            stream = await self._accept(engine, plan, record, entry)
         except BaseException:
             self._registry.forget(entry)
             raise
+        record.accepted(stream)
         entry.on_end(stream.end)
         try:
-            await self._send(stream, context)
+            await self._send(stream, record, context)
         finally:
             stream.close()
             self._registry.close(entry)
 
-    async def _send(self, stream: GenerationStream, context: Context) -> None:
+    async def _accept(
+        self, engine: Engine, plan: GenerationPlan, record: RequestRecord, entry: Entry
+    ) -> GenerationStream:
+        """Wait until the engine has accepted the request or the request is told to end."""
+        submission = asyncio.ensure_future(engine.submit(plan, record.trace_headers))
+
+        def give_up(_: EndReason) -> None:
+            submission.cancel()
+
+        entry.on_end(give_up)
+        try:
+            return await submission
+        except asyncio.CancelledError:
+            if entry.end_reason is None:
+                raise
+            return engine.unstarted(plan)
+
+    async def _send(
+        self, stream: GenerationStream, record: RequestRecord, context: Context
+    ) -> None:
         writer = self._stalls.open(context)
         try:
+            await writer.write(await stream.next())
+            record.answered()
             while messages := await stream.next():
                 await writer.write(messages)
         except asyncio.CancelledError:

@@ -47,9 +47,12 @@ class Generation:
 
 
 async def gather(
-    responses: AsyncIterable[pb.GenerateResponse], request: pb.GenerateRequest
+    responses: AsyncIterable[pb.GenerateResponse],
+    request: pb.GenerateRequest,
+    *,
+    reasoning: bool = False,
 ) -> Generation:
-    """Read a stream to its end.
+    """Read a stream to its end; ``reasoning`` says that the server has a reasoning parser.
 
     Raises:
         AssertionError: the stream breaks a rule of the contract.
@@ -64,7 +67,7 @@ async def gather(
         ended = _take(response, generation, request.response)
         assert response.HasField("usage") == ended, "usage goes with the last response alone"
     assert ended, "the stream closed without a terminal event"
-    _check_usage(generation)
+    _check_usage(generation, reasoning)
     return generation
 
 
@@ -155,11 +158,12 @@ def _take_finished(event: pb.GenerationFinished, generation: Generation) -> None
         output.stop_match = (kind, getattr(event.stop_match, kind))
 
 
-def _check_usage(generation: Generation) -> None:
+def _check_usage(generation: Generation, reasoning: bool) -> None:
     usage = generation.usage
     assert usage is not None
     assert usage.prompt_tokens > 0
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.completion_tokens >= sum(len(output.token_ids) for output in generation.outputs)
     assert usage.cached_prompt_tokens <= usage.prompt_tokens
-    assert not usage.HasField("reasoning_tokens"), "no reasoning parser is configured"
+    assert usage.HasField("reasoning_tokens") == reasoning, "told with a reasoning parser alone"
+    assert usage.reasoning_tokens <= usage.completion_tokens

@@ -34,6 +34,9 @@ SPECIAL_TOKENS = (
 )
 """The first ids of the vocabulary, in this order; the 256 single bytes come next."""
 
+THINK, THINK_END = "<think>", "</think>"
+"""The markers of tiny_llama_thinking."""
+
 FIRST_BYTE_ID = len(SPECIAL_TOKENS)
 """The token "!", the lowest of the bytes."""
 
@@ -107,8 +110,22 @@ def tiny_llama_multi_eos(directory: Path) -> None:
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
+def tiny_llama_thinking(directory: Path) -> None:
+    """tiny_llama whose tokens around reasoning have the names that most models give them."""
+    tiny_llama(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = directory / name
+        text = path.read_text(encoding="utf-8")
+        path.write_text(
+            text.replace(SPECIAL_TOKENS[THINK_ID], THINK).replace(
+                SPECIAL_TOKENS[THINK_END_ID], THINK_END
+            ),
+            encoding="utf-8",
+        )
+
+
 MAKERS: dict[str, Callable[[Path], None]] = {
-    maker.__name__: maker for maker in (tiny_llama, tiny_llama_multi_eos)
+    maker.__name__: maker for maker in (tiny_llama, tiny_llama_multi_eos, tiny_llama_thinking)
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -128,6 +128,11 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.facts = FACTS
+        self.tracer: Any = None
+        self.plan: GenerationPlan
+        """That of the last request."""
+        self.trace_headers: Mapping[str, str] | None = None
+        """Those of the last request."""
         self.collectors: dict[str, list[Collector]] = {}
         """By request id, one an output."""
         self.aborted: set[str] = set()
@@ -148,11 +153,21 @@ class ScriptedEngine:
     def progress(self) -> int:
         return self._progress.outputs
 
-    async def submit(self, plan: GenerationPlan) -> GenerationStream:
+    async def submit(
+        self, plan: GenerationPlan, trace_headers: Mapping[str, str] | None = None
+    ) -> GenerationStream:
         """Accept a request."""
+        self.plan, self.trace_headers = plan, trace_headers
         await self.gate.wait()
         if self.refusal is not None:
             raise self.refusal
+        stream = self.unstarted(plan)
+        async with self.changed:
+            self.changed.notify_all()
+        return stream
+
+    def unstarted(self, plan: GenerationPlan) -> GenerationStream:
+        """A stream that nothing has happened to."""
         collectors = [Collector() for _ in range(plan.sequences)]
         sequences = [
             RunningSequence(
@@ -164,7 +179,7 @@ class ScriptedEngine:
             for index, collector in enumerate(collectors)
         ]
         self.collectors[plan.request_id] = collectors
-        stream = GenerationStream(
+        return GenerationStream(
             sequences,
             GenerationEncoder(plan.request_id, 4 * MIB),
             information=InformationReader(plan.information, Pieces()),
@@ -174,9 +189,6 @@ class ScriptedEngine:
             progress=self._progress,
             worker=WORKER,
         )
-        async with self.changed:
-            self.changed.notify_all()
-        return stream
 
     def abort(self, engine_ids: Sequence[str]) -> None:
         """Drop these."""
