@@ -6,6 +6,8 @@ import sys
 
 from openengine_vllm.demo_model import ensure_demo_model
 from openengine_vllm.engine.discovery import engine_info, has_chat_template, model_facts, model_info
+from openengine_vllm.engine.guide_checker import GuideChecker
+from openengine_vllm.engine.guide_params import worker_config
 from openengine_vllm.engine.launch import build_engine, parse_engine_args
 from openengine_vllm.engine.runtime import Engine
 from openengine_vllm.lifecycle import Serving
@@ -23,10 +25,20 @@ def load_engine(
         Exception: whatever vLLM raises when it cannot start.
     """
     args, served_names = parse_engine_args(argv, prog, add_server_arguments, _resolve_model)
-    llm = build_engine(args)
-    facts = model_facts(llm, served_names)
+    # Started here, it gets ready in the time that the engine takes to load.
+    guides = GuideChecker()
+    try:
+        llm = build_engine(args)
+        facts = model_facts(llm, served_names)
+    except BaseException:
+        guides.close()
+        raise
+    if facts.guide_backend:
+        guides.configure(worker_config(llm.vllm_config))
+    else:
+        guides.close()
     return Serving(
-        engine=Engine(llm, facts),
+        engine=Engine(llm, facts, guides),
         engine_info=engine_info(
             llm.vllm_config, facts, instance_id, pb.ENGINE_ROLE_AGGREGATED, version
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from openengine_vllm.engine.facts import ModelFacts
+from openengine_vllm.engine.guided import guide_modes
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.revision import (
@@ -38,7 +39,15 @@ def model_facts(llm: AsyncLLM, served_names: tuple[str, ...]) -> ModelFacts:
         priority_scheduling=config.scheduler_config.policy == "priority",
         data_parallel_ranks=tuple(llm.engine_core.engine_ranks_managed),
         default_sampling=model.get_diff_sampling_param(),
+        guide_backend=_guide_backend(config),
     )
+
+
+def _guide_backend(config: VllmConfig) -> str:
+    model = config.model_config
+    if model.skip_tokenizer_init or model.is_diffusion or model.runner_type != "generate":
+        return ""
+    return str(config.structured_outputs_config.backend)
 
 
 def has_chat_template(llm: AsyncLLM) -> bool:
@@ -109,7 +118,9 @@ def _generation(facts: ModelFacts, allowed: RequestLimits) -> pb.GenerationCapab
     return pb.GenerationCapabilities(
         prompt_logprobs=pb.LogprobCapabilities(supported=False),
         output_logprobs=pb.LogprobCapabilities(supported=False),
-        guided_decoding=pb.GuidedDecodingCapabilities(supported=False),
+        guided_decoding=pb.GuidedDecodingCapabilities(
+            supported=bool(facts.guide_backend), modes=guide_modes(facts)
+        ),
         max_num_sequences=allowed.max_sequences,
         supports_priority=facts.priority_scheduling,
         supports_stop_in_output=True,

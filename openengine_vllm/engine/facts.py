@@ -25,3 +25,5 @@ class ModelFacts:
     """The absolute ranks that this process serves."""
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     """The model's own sampling defaults (generation_config), by vLLM's parameter names."""
+    guide_backend: str = ""
+    """vLLM's structured-outputs backend, as configured; empty where no output can be guided."""

@@ -21,6 +21,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from openengine_vllm.engine.decode import Detokenizer, FastDetokenizer
 from openengine_vllm.engine.facts import ModelFacts
+from openengine_vllm.engine.guide_checker import CheckedGuide, GuideChecker
+from openengine_vllm.engine.guide_params import CheckedSamplingParams, guide_params
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.requests import GenerationPlan, check_prompt_length
 from openengine_vllm.engine.slow_decode import SlowDetokenizer
@@ -38,8 +40,9 @@ _log = structlog.get_logger(__name__)
 class Engine:
     """One live ``AsyncLLM``, used from the event loop that first calls it."""
 
-    def __init__(self, llm: AsyncLLM, facts: ModelFacts) -> None:
+    def __init__(self, llm: AsyncLLM, facts: ModelFacts, guides: GuideChecker) -> None:
         self._llm = llm
+        self._guides = guides
         self.facts = facts
         self._serial = itertools.count()
         self._detokenizer = _detokenizer(llm)
@@ -66,6 +69,7 @@ class Engine:
         Raises:
             OpenEngineError: the engine refuses it or is dead; nothing is left behind then.
         """
+        guide = None if plan.guide is None else await self._guides.check(plan.guide)
         prompt, prompt_ids = await self._render(plan)
         path = "prompt" if plan.prompt_ids is None else "token_ids.ids"
         check_prompt_length(len(prompt_ids), plan.min_tokens, path, self.facts)
@@ -73,7 +77,7 @@ class Engine:
         ids = [f"{plan.request_id}/{serial}.{index}" for index in range(plan.sequences)]
         try:
             sequences = [
-                await self._start(plan, prompt, prompt_ids, index, engine_id)
+                await self._start(plan, prompt, prompt_ids, index, engine_id, guide)
                 for index, engine_id in enumerate(ids)
             ]
         except BaseException as error:
@@ -126,6 +130,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Stop the engine's processes. Blocks for some seconds."""
+        self._guides.close()
         self._llm.shutdown()
 
     async def _abort(self, engine_ids: list[str]) -> None:
@@ -159,11 +164,12 @@ class Engine:
         prompt_ids: list[int],
         index: int,
         engine_id: str,
+        guide: CheckedGuide | None,
     ) -> RunningSequence:
         collector = await self._llm.add_request(
             engine_id,
             cast("EngineInput", dict(prompt)),
-            self._sampling_params(plan, index, len(prompt_ids)),
+            self._sampling_params(plan, index, len(prompt_ids), guide),
             priority=-plan.priority,
             data_parallel_rank=plan.data_parallel_rank,
         )
@@ -173,11 +179,12 @@ class Engine:
         return RunningSequence(index, engine_id, collector, output)
 
     def _sampling_params(
-        self, plan: GenerationPlan, index: int, prompt_tokens: int
+        self, plan: GenerationPlan, index: int, prompt_tokens: int, guide: CheckedGuide | None
     ) -> SamplingParams:
         room = self.facts.max_model_len - prompt_tokens
-        return SamplingParams(
+        return CheckedSamplingParams(
             **plan.sampling,
+            structured_outputs=None if guide is None else guide_params(guide),
             seed=plan.seed_for(index),
             max_tokens=room if plan.max_tokens is None else min(room, plan.max_tokens),
             skip_reading_prefix_cache=True if plan.bypass_prefix_cache else None,
