@@ -17,7 +17,7 @@ import threading
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -36,7 +36,7 @@ _NICENESS = 10
 _STACK_BYTES = 4 * limits.MIB
 """Half of what the engine's threads have: what does not overflow here does not there."""
 
-_AUTO_BACKEND = "xgrammar"
+_AUTO_BACKEND: Final = "xgrammar"
 """vLLM's engine keeps the backend of the first guide that it is given, whatever later ones
 name. So with `auto`, which would choose anew for each guide, all guides get the same one."""
 

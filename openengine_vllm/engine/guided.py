@@ -37,7 +37,7 @@ _LACKING: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 _NATIVE_PREFIX = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
-_PATH = re.compile(r"(?<![\w\"'<])(?:/[\w.+-]+){2,}(?::\d+)?:? ?")
+_SOURCE = re.compile(r"\S+\.(?:cc|cpp|h|py|rs)(?::\d+)+:? ?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def plan_guide(request: pb.GenerateRequest, model: ModelFacts) -> Guide | None:
     if guided.backend not in ("", model.guide_backend):
         raise unsupported(
             "guided.backend",
-            f"is {guided.backend[:64]!r}; this engine's is {model.guide_backend!r} (or leave it empty)",
+            f"is {guided.backend[:64]!r}; allowed are {model.guide_backend!r} and nothing",
         )
     kind = guided.WhichOneof("guide")
     if kind is None:
@@ -89,7 +89,7 @@ def guide_modes(model: ModelFacts) -> list[pb.GuidedDecodingMode.ValueType]:
 
 def short_reason(reason: str) -> str:
     """What a compiler says, in one line of bounded length, without the paths of its sources."""
-    text = _PATH.sub("", _NATIVE_PREFIX.sub("", reason))
+    text = _SOURCE.sub("", _NATIVE_PREFIX.sub("", reason))
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if len(text) > limits.MAX_GUIDE_REASON_LENGTH:
         text = text[: limits.MAX_GUIDE_REASON_LENGTH - 1] + "…"

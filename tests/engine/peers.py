@@ -49,6 +49,7 @@ MULTI_EOS_REQUEST_BYTES = 1024 * 1024
 """The largest request message."""
 
 _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "demo": ("demo", (), {}),
     "tiny": ("tiny_llama", TINY_FLAGS, {}),
     "multi_eos": (
         "tiny_llama_multi_eos",
@@ -80,7 +81,8 @@ class EngineSlot:
         if self._server is None or self._name != name or self._server.process.poll() is not None:
             self.clear()
             model, flags, environment = _SERVERS[name]
-            arguments = ("--model", str(model_dir(model)), "--port", "0", *flags)
+            path = model if model == "demo" else str(model_dir(model))
+            arguments = ("--model", path, "--port", "0", *flags)
             self._server = self._stack.enter_context(start_server(*arguments, **environment))
             self._name = name
         return self._server

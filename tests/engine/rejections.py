@@ -279,12 +279,6 @@ def _response(field: str, response: pb.ResponseOptions) -> Rejection:
     )
 
 
-def _guided(guided: pb.GuidedDecoding) -> Rejection:
-    return _unsupported(
-        f"guided-{guided.WhichOneof('guide')}", lambda r: r.guided.CopyFrom(guided), "guided"
-    )
-
-
 _SELECTIONS = (
     pb.CandidateTokenSelection(),
     pb.CandidateTokenSelection(top_n=1000),
@@ -298,13 +292,11 @@ UNSUPPORTED = [
     *(_response("prompt_candidates", pb.ResponseOptions(prompt_candidates=s)) for s in _SELECTIONS),
     *(_response("output_candidates", pb.ResponseOptions(output_candidates=s)) for s in _SELECTIONS),
     _response("prompt_logprob_start", pb.ResponseOptions(prompt_logprob_start=0)),
-    _guided(pb.GuidedDecoding(json_schema='{"type": "object"}')),
-    _guided(pb.GuidedDecoding(regex="a+")),
-    _guided(pb.GuidedDecoding(ebnf_grammar='root ::= "a"')),
-    _guided(pb.GuidedDecoding(structural_tag="{}")),
-    _guided(pb.GuidedDecoding(choice=pb.ChoiceConstraint(choices=["a", "b"]))),
-    _guided(pb.GuidedDecoding(json_object=pb.JsonObjectConstraint())),
-    _guided(pb.GuidedDecoding(backend="xgrammar")),
+    _unsupported(
+        "guided-backend",
+        lambda r: r.guided.MergeFrom(pb.GuidedDecoding(regex="a", backend="guidance")),
+        "guided.backend",
+    ),
     _unsupported(
         "media",
         lambda r: r.media.add(modality=pb.MODALITY_IMAGE, raw_bytes=b"\x89PNG"),

@@ -92,7 +92,10 @@ async def test_model_info_is_the_live_configuration(tiny: Peer, reference: dict[
         generation=pb.GenerationCapabilities(
             prompt_logprobs=pb.LogprobCapabilities(supported=False),
             output_logprobs=pb.LogprobCapabilities(supported=False),
-            guided_decoding=pb.GuidedDecodingCapabilities(supported=False),
+            guided_decoding=pb.GuidedDecodingCapabilities(
+                supported=True,
+                modes=[number for number in pb.GuidedDecodingMode.values() if number],
+            ),
             max_num_sequences=128,
             supports_priority=False,
             supports_stop_in_output=True,
