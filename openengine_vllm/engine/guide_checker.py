@@ -141,30 +141,42 @@ class GuideChecker:
             self._verdicts.popitem(last=False)
 
     def _ask(self, guide: Guide) -> Verdict:
-        """Have the worker compile a guide. Blocks; runs in the one thread."""
-        try:
-            with self._lock:
-                if self._link is None:
-                    if self._closed:
-                        return _STOPPED
-                    self._start()
-                    self._send_config()
-                link = self._link
-            assert link is not None
-            message = {"constraint": {_FIELDS[guide.kind]: _plain(guide)}}
-            link.send_bytes(json.dumps(message).encode())
-            return Verdict(**json.loads(link.recv_bytes()))
-        except (EOFError, OSError):
-            with self._lock:
-                if not self._closed:
-                    _log.error("the process that compiles guides has died")
-                self._end()
-            return _STOPPED
+        """Have the worker compile a guide. Blocks; runs in the one thread.
+
+        A worker that has died is replaced once; guides do not kill it, only its children.
+        """
+        message = json.dumps({"constraint": {_FIELDS[guide.kind]: _plain(guide)}}).encode()
+        for _ in range(2):
+            if not self._ensure_started():
+                break
+            link = self._link
+            try:
+                if link is not None:
+                    link.send_bytes(message)
+                    return Verdict(**json.loads(link.recv_bytes()))
+            except (EOFError, OSError):
+                with self._lock:
+                    if not self._closed:
+                        _log.error("the process that compiles guides has died")
+                    self._end()
+        return _STOPPED
+
+    def _ensure_started(self) -> bool:
+        """Whether there is a worker, now; false once closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            if self._link is not None:
+                return True
+            self._start()
+        self._send_config()
+        return True
 
     def _send_config(self) -> None:
-        if self._link is not None:
+        link = self._link
+        if link is not None:
             with contextlib.suppress(OSError):
-                self._link.send_bytes(self._config)
+                link.send_bytes(self._config)
 
     def _start(self) -> None:
         ours, theirs = Pipe()

@@ -17,7 +17,7 @@ from openengine_vllm import limits
 from openengine_vllm.protocol import v1 as pb
 from tests.engine.peers import Peer, connected
 from tests.engine.streams import Generation
-from tests.support.calls import refusal
+from tests.engine.test_rejections import refusal
 from tests.support.server import ServerProcess
 
 # The model is made from its package first.
@@ -150,19 +150,25 @@ def choice(choices: list[str]) -> pb.GuidedDecoding:
 Case = tuple[pb.GuidedDecoding, Callable[[str], bool]]
 
 
-def cases() -> dict[str, list[Case]]:
-    return {
-        "json_schema": [
-            (pb.GuidedDecoding(json_schema=s), lambda text, s=s: is_valid(text, s)) for s in SCHEMAS
-        ],
-        "regex": [
-            (pb.GuidedDecoding(regex=r), lambda text, r=r: bool(re.fullmatch(r, text)))
-            for r in REGEXES
-        ],
-        "ebnf_grammar": [(pb.GuidedDecoding(ebnf_grammar=g), check) for g, check in GRAMMARS],
-        "structural_tag": [(pb.GuidedDecoding(structural_tag=t), check) for t, check in TAGS],
-        "choice": [(choice(c), lambda text, c=c: text in c) for c in CHOICES],
-    }
+def _schema_case(text: str) -> Case:
+    return pb.GuidedDecoding(json_schema=text), lambda output: is_valid(output, text)
+
+
+def _regex_case(text: str) -> Case:
+    return pb.GuidedDecoding(regex=text), lambda output: bool(re.fullmatch(text, output))
+
+
+def _choice_case(choices: list[str]) -> Case:
+    return choice(choices), lambda output: output in choices
+
+
+CASES: dict[str, list[Case]] = {
+    "json_schema": [_schema_case(text) for text in SCHEMAS],
+    "regex": [_regex_case(text) for text in REGEXES],
+    "ebnf_grammar": [(pb.GuidedDecoding(ebnf_grammar=text), check) for text, check in GRAMMARS],
+    "structural_tag": [(pb.GuidedDecoding(structural_tag=text), check) for text, check in TAGS],
+    "choice": [_choice_case(choices) for choices in CHOICES],
+}
 
 
 def finished_text(generation: Generation) -> str:
@@ -174,9 +180,9 @@ def finished_text(generation: Generation) -> str:
     return output.text
 
 
-@pytest.mark.parametrize("mode", cases())
+@pytest.mark.parametrize("mode", CASES)
 async def test_output_follows_its_guide(mode: str, peer: Peer) -> None:
-    for guided, follows in cases()[mode]:
+    for guided, follows in CASES[mode]:
         text = finished_text(await peer.send(guided_request(guided)))
         assert follows(text), (guided, text)
 
@@ -339,7 +345,8 @@ async def test_server_serves_while_hostile_guides_compile(peer: Peer) -> None:
             async for _ in call:
                 pass
         except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error.details()
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                raise
 
     attacks = [asyncio.ensure_future(attack(guided)) for guided in HOSTILE]
     served = 0
