@@ -16,6 +16,23 @@ MAX_METADATA_BYTES = 16 * 1024
 MAX_CACHE_SALT_BYTES = 1024
 """Bytes of ``kv.cache_salt``, in UTF-8."""
 
+MAX_GUIDE_BYTES = 256 * 1024
+"""Bytes of a guide (schema, expression, grammar, tag, or all choices together), in UTF-8."""
+MAX_GUIDE_CHOICES = 1024
+"""Entries in ``guided.choice.choices``."""
+MAX_GUIDE_REASON_LENGTH = 300
+"""Characters of what a guide's compiler says, in the rejection that cites it."""
+MAX_WAITING_GUIDES = 64
+"""Guides that are being compiled or wait for it; more are turned away as overload."""
+MAX_REMEMBERED_GUIDES = 1024
+"""Verdicts on guides that are kept, so that a guide is compiled for its first request only."""
+GUIDE_CPU_SECONDS = 3.0
+"""Processor time that compiling one guide may take, on all threads together."""
+GUIDE_WALL_SECONDS = 15.0
+"""Time after which a compilation that did not get its share of a processor is given up."""
+GUIDE_MEMORY_BYTES = 2 * 1024**3
+"""Memory that compiling one guide may take."""
+
 MIB = 1024 * 1024
 
 

@@ -7,6 +7,8 @@ import sys
 from openengine_vllm.demo_model import ensure_demo_model
 from openengine_vllm.engine.detokenizers import detokenizer_of
 from openengine_vllm.engine.discovery import engine_info, has_chat_template, model_facts, model_info
+from openengine_vllm.engine.guide_checker import GuideChecker
+from openengine_vllm.engine.guide_params import worker_config
 from openengine_vllm.engine.launch import build_engine, parse_engine_args
 from openengine_vllm.engine.runtime import Engine
 from openengine_vllm.lifecycle import Serving
@@ -24,12 +26,22 @@ def load_engine(
         Exception: whatever vLLM raises when it cannot start.
     """
     args, served_names = parse_engine_args(argv, prog, add_server_arguments, _resolve_model)
-    llm = build_engine(args)
-    detokenizer = detokenizer_of(llm)
-    pieces = detokenizer.pieces(llm.model_config.get_vocab_size())
-    facts = model_facts(llm, served_names, pieces)
+    # Started here, it gets ready in the time that the engine takes to load.
+    guides = GuideChecker()
+    try:
+        llm = build_engine(args)
+        detokenizer = detokenizer_of(llm)
+        pieces = detokenizer.pieces(llm.model_config.get_vocab_size())
+        facts = model_facts(llm, served_names, pieces)
+    except BaseException:
+        guides.close()
+        raise
+    if facts.guide_backend:
+        guides.configure(worker_config(llm.vllm_config))
+    else:
+        guides.close()
     return Serving(
-        engine=Engine(llm, facts, detokenizer, settings.limits.max_response_bytes),
+        engine=Engine(llm, facts, detokenizer, guides, settings.limits.max_response_bytes),
         engine_info=engine_info(
             llm.vllm_config, facts, instance_id, pb.ENGINE_ROLE_AGGREGATED, version
         ),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from openengine_vllm.engine.facts import ModelFacts
+from openengine_vllm.engine.guided import guide_modes
 from openengine_vllm.engine.pieces import Pieces
 from openengine_vllm.engine.token_information import TOP_N, Mode, output_modes, prompt_modes
 from openengine_vllm.limits import RequestLimits
@@ -46,7 +47,15 @@ def model_facts(llm: AsyncLLM, served_names: tuple[str, ...], pieces: Pieces) ->
         if model.max_logprobs == -1
         else min(model.max_logprobs, vocab_size),
         pieces=pieces,
+        guide_backend=_guide_backend(config),
     )
+
+
+def _guide_backend(config: VllmConfig) -> str:
+    model = config.model_config
+    if model.skip_tokenizer_init or model.is_diffusion or model.runner_type != "generate":
+        return ""
+    return str(config.structured_outputs_config.backend)
 
 
 def has_chat_template(llm: AsyncLLM) -> bool:
@@ -125,7 +134,9 @@ def _generation(facts: ModelFacts, allowed: RequestLimits) -> pb.GenerationCapab
     return pb.GenerationCapabilities(
         prompt_logprobs=_logprobs(prompt_modes(facts), facts),
         output_logprobs=_logprobs(output_modes(facts), facts),
-        guided_decoding=pb.GuidedDecodingCapabilities(supported=False),
+        guided_decoding=pb.GuidedDecodingCapabilities(
+            supported=bool(facts.guide_backend), modes=guide_modes(facts)
+        ),
         max_num_sequences=allowed.max_sequences,
         supports_priority=facts.priority_scheduling,
         supports_stop_in_output=True,

@@ -31,3 +31,5 @@ class ModelFacts:
     """Ranked candidates that the engine scores at one position, at the most."""
     pieces: Pieces = field(default_factory=Pieces)
     """The text of every token."""
+    guide_backend: str = ""
+    """vLLM's structured-outputs backend, as configured; empty where no output can be guided."""

@@ -17,6 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from openengine_vllm import limits
 from openengine_vllm.engine.checks import check_token_ids, rejected, unsupported
 from openengine_vllm.engine.facts import ModelFacts
+from openengine_vllm.engine.guided import Guide, plan_guide
 from openengine_vllm.engine.outputs import StopRules
 from openengine_vllm.engine.stops import StopAutomaton
 from openengine_vllm.engine.token_information import (
@@ -53,6 +54,7 @@ class GenerationPlan:
     cache_salt: str | None
     bypass_prefix_cache: bool
     data_parallel_rank: int | None
+    guide: Guide | None = None
 
     def seed_for(self, index: int) -> int | None:
         """The seed of one output; outputs of a seeded request differ as they do in vLLM."""
@@ -106,6 +108,7 @@ def plan_generation(
         cache_salt=_cache_salt(kv, model),
         bypass_prefix_cache=kv.bypass_prefix_cache,
         data_parallel_rank=_rank(kv, model),
+        guide=plan_guide(request, model),
     )
 
 
@@ -149,8 +152,6 @@ def _check_unsupported(request: pb.GenerateRequest) -> None:
         raise unsupported("media", "is not supported by this server")
     if request.lora_name:
         raise unsupported("lora_name", "is not supported by this server")
-    if request.HasField("guided"):
-        raise unsupported("guided", "is not supported by this server")
 
 
 def _has_unknown_fields(message: Message) -> bool:

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from openengine_vllm.engine.decode import Detokenizer
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.gate import BatchGate, BatchKind
+from openengine_vllm.engine.guide_checker import CheckedGuide, GuideChecker
+from openengine_vllm.engine.guide_params import CheckedSamplingParams, guide_params
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.reasoning import reasoning_counter
@@ -43,18 +46,37 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A request that nothing is left to check of."""
+
+    plan: GenerationPlan
+    prompt: Mapping[str, Any]
+    """As vLLM's renderer made it."""
+    prompt_ids: list[int]
+    guide: CheckedGuide | None
+    trace_headers: Mapping[str, str] | None
+
+
 class Engine:
     """One live ``AsyncLLM``, used from the event loop that first calls it.
 
     Args:
         detokenizer: of the engine's tokenizer.
+        guides: compiles guides beforehand.
         most_bytes: of one event of a stream.
     """
 
     def __init__(
-        self, llm: AsyncLLM, facts: ModelFacts, detokenizer: Detokenizer, most_bytes: int
+        self,
+        llm: AsyncLLM,
+        facts: ModelFacts,
+        detokenizer: Detokenizer,
+        guides: GuideChecker,
+        most_bytes: int,
     ) -> None:
         self._llm = llm
+        self._guides = guides
         self.facts = facts
         self._most_bytes = most_bytes
         self._serial = itertools.count()
@@ -89,13 +111,16 @@ class Engine:
         Raises:
             OpenEngineError: the engine refuses it or is dead; nothing is left behind then.
         """
-        prompt, prompt_ids = await self._render(plan)
+        guide = None if plan.guide is None else await self._guides.check(plan.guide)
+        prompt = await self._render(plan)
+        prompt_ids = prompt["prompt_token_ids"]
         path = "prompt" if plan.prompt_ids is None else "token_ids.ids"
         check_prompt_length(len(prompt_ids), plan.min_tokens, path, self.facts)
         check_prompt_information(plan.information, prompt_ids, self.facts, self._most_bytes)
+        ready = _Ready(plan, prompt, prompt_ids, guide, trace_headers)
         leave = await self._enter(plan.information.batch_kind)
         try:
-            return await self._begin(plan, prompt, prompt_ids, leave, trace_headers)
+            return await self._begin(ready, leave)
         except BaseException:
             leave()
             raise
@@ -106,14 +131,8 @@ class Engine:
         await self._gate.enter(kind)
         return self._gate.leave
 
-    async def _begin(
-        self,
-        plan: GenerationPlan,
-        prompt: dict[str, Any],
-        prompt_ids: list[int],
-        leave: Callable[[], None],
-        trace_headers: Mapping[str, str] | None,
-    ) -> GenerationStream:
+    async def _begin(self, ready: _Ready, leave: Callable[[], None]) -> GenerationStream:
+        plan = ready.plan
         serial = next(self._serial)
         ids = [f"{plan.request_id}/{serial}.{index}" for index in range(plan.sequences)]
         stream: GenerationStream | None = None
@@ -125,9 +144,7 @@ class Engine:
         pending = PendingScores(on_overflow)
         try:
             sequences = [
-                await self._start(
-                    plan, prompt, prompt_ids, index, engine_id, pending, trace_headers
-                )
+                await self._start(ready, index, engine_id, pending)
                 for index, engine_id in enumerate(ids)
             ]
         except BaseException as error:
@@ -135,7 +152,7 @@ class Engine:
             if isinstance(error, Exception):
                 raise self._refusal(error) from error
             raise
-        stream = self._stream(plan, sequences, prompt_ids, leave)
+        stream = self._stream(plan, sequences, ready.prompt_ids, leave)
         return stream
 
     def unstarted(self, plan: GenerationPlan) -> GenerationStream:
@@ -219,6 +236,7 @@ class Engine:
     def shutdown(self) -> None:
         """Stop the engine's processes. Blocks for some seconds."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+        self._guides.close()
         self._llm.shutdown()
         if self.tracer is not None:
             self.tracer.flush()
@@ -229,7 +247,7 @@ class Engine:
         except EngineDeadError:
             return
 
-    async def _render(self, plan: GenerationPlan) -> tuple[dict[str, Any], list[int]]:
+    async def _render(self, plan: GenerationPlan) -> dict[str, Any]:
         raw: dict[str, Any] = (
             {"prompt": plan.prompt}
             if plan.prompt_ids is None
@@ -245,40 +263,36 @@ class Engine:
         except (VLLMClientError, ValueError) as error:
             path = "prompt" if plan.prompt_ids is None else "token_ids.ids"
             raise errors.invalid_argument(path, f"{path}: {error}") from error
-        return prompt, prompt["prompt_token_ids"]
+        return cast("dict[str, Any]", prompt)
 
     async def _start(
-        self,
-        plan: GenerationPlan,
-        prompt: dict[str, Any],
-        prompt_ids: list[int],
-        index: int,
-        engine_id: str,
-        pending: PendingScores,
-        trace_headers: Mapping[str, str] | None,
+        self, ready: _Ready, index: int, engine_id: str, pending: PendingScores
     ) -> RunningSequence:
+        plan = ready.plan
         collector = await self._llm.add_request(
             engine_id,
-            cast("EngineInput", dict(prompt)),
-            self._sampling_params(plan, index, len(prompt_ids)),
+            cast("EngineInput", dict(ready.prompt)),
+            self._sampling_params(ready, index),
             priority=-plan.priority,
             data_parallel_rank=plan.data_parallel_rank,
-            trace_headers=trace_headers,
+            trace_headers=ready.trace_headers,
         )
         if plan.information.outputs or plan.information.prompt:
             keep_arrays(self._llm, collector.request_id, pending)
         output = SequenceOutput(
-            self._detokenizer.decoder(prompt_ids), self._detokenizer.special_tokens, plan.rules
+            self._detokenizer.decoder(ready.prompt_ids),
+            self._detokenizer.special_tokens,
+            plan.rules,
         )
         return RunningSequence(index, engine_id, collector, output)
 
-    def _sampling_params(
-        self, plan: GenerationPlan, index: int, prompt_tokens: int
-    ) -> SamplingParams:
-        room = self.facts.max_model_len - prompt_tokens
-        return SamplingParams(
+    def _sampling_params(self, ready: _Ready, index: int) -> SamplingParams:
+        plan = ready.plan
+        room = self.facts.max_model_len - len(ready.prompt_ids)
+        return CheckedSamplingParams(
             **plan.sampling,
             **plan.information.engine_options(index),
+            structured_outputs=None if ready.guide is None else guide_params(ready.guide),
             seed=plan.seed_for(index),
             max_tokens=room if plan.max_tokens is None else min(room, plan.max_tokens),
             skip_reading_prefix_cache=True if plan.bypass_prefix_cache else None,

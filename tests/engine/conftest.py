@@ -28,7 +28,7 @@ from tests.engine.peers import (
 )
 from tests.support import vllm_metadata
 from tests.support.models import model_dir
-from tests.support.server import READY_SECONDS, server_environment, wait_until
+from tests.support.server import READY_SECONDS, ServerProcess, server_environment, wait_until
 
 _ORDER = ("demo", "completions", "reference", "tiny", "multi_eos", "random_reference", "scored")
 
@@ -55,6 +55,12 @@ def engines() -> Iterator[EngineSlot]:
 def tiny_tokenizer() -> Tokenizer:
     """The tokenizer of the tiny models."""
     return Tokenizer.from_file(str(model_dir("tiny_llama") / "tokenizer.json"))
+
+
+@pytest.fixture
+def demo(engines: EngineSlot) -> ServerProcess:
+    """The demo model with every default but the port."""
+    return engines.server("demo")
 
 
 @pytest.fixture

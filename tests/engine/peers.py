@@ -64,6 +64,7 @@ MULTI_EOS_RESPONSE_BYTES = 256 * 1024
 """The largest response message."""
 
 _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "demo": ("demo", (), {}),
     "tiny": ("tiny_llama", TINY_FLAGS, {}),
     "scored": ("tiny_llama", SCORED_FLAGS, {}),
     "multi_eos": (
@@ -97,7 +98,8 @@ class EngineSlot:
         if self._server is None or self._name != name or self._server.process.poll() is not None:
             self.clear()
             model, flags, environment = _SERVERS[name]
-            arguments = ("--model", str(model_dir(model)), "--port", "0", *flags)
+            path = model if model == "demo" else str(model_dir(model))
+            arguments = ("--model", path, "--port", "0", *flags)
             self._server = self._stack.enter_context(start_server(*arguments, **environment))
             self._name = name
         return self._server

@@ -271,12 +271,6 @@ def _unsupported(name: str, change: Change, field: str) -> Rejection:
     return Rejection(name, change, field, field, pb.ERROR_CODE_UNSUPPORTED_FEATURE)
 
 
-def _guided(guided: pb.GuidedDecoding) -> Rejection:
-    return _unsupported(
-        f"guided-{guided.WhichOneof('guide')}", lambda r: r.guided.CopyFrom(guided), "guided"
-    )
-
-
 def _candidates(
     direction: str, selection: pb.CandidateTokenSelection, field: str, allowed: str
 ) -> Rejection:
@@ -335,13 +329,11 @@ UNSUPPORTED = [
     _no_candidates("prompt", _Selection(token_ids=pb.TokenIds(ids=[1, 2]))),
     _no_candidates("prompt", _Selection(all=pb.AllCandidates())),
     _no_candidates("output", _Selection(all=pb.AllCandidates())),
-    _guided(pb.GuidedDecoding(json_schema='{"type": "object"}')),
-    _guided(pb.GuidedDecoding(regex="a+")),
-    _guided(pb.GuidedDecoding(ebnf_grammar='root ::= "a"')),
-    _guided(pb.GuidedDecoding(structural_tag="{}")),
-    _guided(pb.GuidedDecoding(choice=pb.ChoiceConstraint(choices=["a", "b"]))),
-    _guided(pb.GuidedDecoding(json_object=pb.JsonObjectConstraint())),
-    _guided(pb.GuidedDecoding(backend="xgrammar")),
+    _unsupported(
+        "guided-backend",
+        lambda r: r.guided.MergeFrom(pb.GuidedDecoding(regex="a", backend="guidance")),
+        "guided.backend",
+    ),
     _unsupported(
         "media",
         lambda r: r.media.add(modality=pb.MODALITY_IMAGE, raw_bytes=b"\x89PNG"),

@@ -90,9 +90,23 @@ async def test_model_info_is_the_live_configuration(tiny: Peer, reference: dict[
         supports_lora=False,
         supports_multimodal=False,
         generation=pb.GenerationCapabilities(
-            prompt_logprobs=pb.LogprobCapabilities(supported=False),
-            output_logprobs=pb.LogprobCapabilities(supported=False),
-            guided_decoding=pb.GuidedDecodingCapabilities(supported=False),
+            prompt_logprobs=pb.LogprobCapabilities(
+                supported=True,
+                candidate_selection_modes=[pb.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N],
+                max_top_n=20,
+            ),
+            output_logprobs=pb.LogprobCapabilities(
+                supported=True,
+                candidate_selection_modes=[
+                    pb.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N,
+                    pb.CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS,
+                ],
+                max_top_n=20,
+            ),
+            guided_decoding=pb.GuidedDecodingCapabilities(
+                supported=True,
+                modes=[number for number in pb.GuidedDecodingMode.values() if number],
+            ),
             max_num_sequences=128,
             supports_priority=False,
             supports_stop_in_output=True,
@@ -107,7 +121,6 @@ async def test_what_is_unknown_is_absent(tiny: Peer) -> None:
     assert not info.HasField("tasks")
     assert not info.reasoning_parser
     assert not info.tool_call_parser
-    assert not info.generation.output_logprobs.HasField("max_top_n")
 
 
 async def test_reported_block_size_is_that_of_the_prefix_cache(tiny: Peer) -> None:
@@ -158,6 +171,49 @@ async def test_model_info_of_another_model_is_refused(model: str, tiny: Peer) ->
 Advertised = Callable[[pb.ModelInfo], bool]
 Use = Callable[[pb.GenerateRequest], object]
 
+SELECTIONS = {
+    pb.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N: pb.CandidateTokenSelection(top_n=1),
+    pb.CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS: pb.CandidateTokenSelection(
+        token_ids=pb.TokenIds(ids=[0])
+    ),
+    pb.CANDIDATE_TOKEN_SELECTION_MODE_ALL: pb.CandidateTokenSelection(all=pb.AllCandidates()),
+}
+GUIDES = {
+    pb.GUIDED_DECODING_MODE_JSON_SCHEMA: pb.GuidedDecoding(json_schema='{"type": "null"}'),
+    pb.GUIDED_DECODING_MODE_REGEX: pb.GuidedDecoding(regex="a"),
+    pb.GUIDED_DECODING_MODE_EBNF_GRAMMAR: pb.GuidedDecoding(ebnf_grammar='root ::= "a"'),
+    pb.GUIDED_DECODING_MODE_STRUCTURAL_TAG: pb.GuidedDecoding(
+        structural_tag='{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}'
+    ),
+    pb.GUIDED_DECODING_MODE_CHOICE: pb.GuidedDecoding(choice=pb.ChoiceConstraint(choices=["a"])),
+    pb.GUIDED_DECODING_MODE_JSON_OBJECT: pb.GuidedDecoding(json_object=pb.JsonObjectConstraint()),
+}
+
+
+def _candidates(
+    direction: str,
+    mode: pb.CandidateTokenSelectionMode.ValueType,
+    selection: pb.CandidateTokenSelection,
+) -> tuple[Advertised, Use]:
+    def advertised(info: pb.ModelInfo) -> bool:
+        scores: pb.LogprobCapabilities = getattr(info.generation, f"{direction}_logprobs")
+        return mode in scores.candidate_selection_modes
+
+    def use(request: pb.GenerateRequest) -> None:
+        getattr(request.response, f"{direction}_candidates").CopyFrom(selection)
+
+    return advertised, use
+
+
+def _guided(
+    mode: pb.GuidedDecodingMode.ValueType, guided: pb.GuidedDecoding
+) -> tuple[Advertised, Use]:
+    return (
+        lambda m: mode in m.generation.guided_decoding.modes,
+        lambda r: r.guided.CopyFrom(guided),
+    )
+
+
 CAPABILITIES: dict[str, tuple[Advertised, Use]] = {
     "text input": (lambda m: m.supports_text_input, lambda r: setattr(r, "prompt", "x")),
     "token ids input": (
@@ -194,6 +250,17 @@ CAPABILITIES: dict[str, tuple[Advertised, Use]] = {
         lambda m: m.generation.supports_prefix_cache_bypass,
         lambda r: setattr(r.kv, "bypass_prefix_cache", True),
     ),
+    **{
+        f"{direction} candidates {pb.CandidateTokenSelectionMode.Name(mode)}": _candidates(
+            direction, mode, selection
+        )
+        for direction in ("prompt", "output")
+        for mode, selection in SELECTIONS.items()
+    },
+    **{
+        f"guide {pb.GuidedDecodingMode.Name(mode)}": _guided(mode, guided)
+        for mode, guided in GUIDES.items()
+    },
 }
 
 
@@ -220,6 +287,27 @@ async def test_capability_is_as_advertised(name: str, tiny: Peer) -> None:
 @pytest.mark.parametrize("name", CAPABILITIES)
 async def test_capability_is_as_advertised_by_other_flags(name: str, multi_eos: Peer) -> None:
     await check_capability(name, multi_eos)
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+async def test_capability_is_as_advertised_by_a_fuller_engine(name: str, scored: Peer) -> None:
+    await check_capability(name, scored)
+
+
+def test_each_mode_of_the_contract_is_walked() -> None:
+    assert set(SELECTIONS) == set(pb.CandidateTokenSelectionMode.values()) - {0}
+    assert set(GUIDES) == set(pb.GuidedDecodingMode.values()) - {0}
+
+
+async def test_number_of_candidates_is_as_advertised(tiny: Peer) -> None:
+    scores = (await tiny.client.model_info("tiny")).generation.output_logprobs
+    request = good_request("as many as advertised")
+    request.response.output_candidates.top_n = scores.max_top_n
+    [record] = (await tiny.send(request)).only.records
+    assert len(record.candidates) == scores.max_top_n
+    request.response.output_candidates.top_n += 1
+    error = await refusal(tiny.stub.Generate(request))
+    assert error.field == "response.output_candidates.top_n"
 
 
 async def test_number_of_sequences_is_as_advertised(tiny: Peer) -> None:

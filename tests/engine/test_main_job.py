@@ -7,26 +7,16 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.engine.peers import EngineSlot
-from tests.support.server import ServerProcess, server_environment, start_server
+from tests.support.server import ServerProcess, server_environment
 
 ROOT = Path(__file__).parents[2]
 
 # The model is made from its package first.
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def demo(engines: EngineSlot) -> Iterator[ServerProcess]:
-    """The demo model with every default but the port."""
-    engines.clear()
-    with start_server("--model", "demo", "--port", "0") as server:
-        yield server
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

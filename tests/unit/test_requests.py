@@ -492,7 +492,7 @@ def test_metadata() -> None:
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("media", {"media": [pb.MediaItem(url="http://x/")]}),
     ("lora_name", {"lora_name": "a"}),
-    ("guided", {"guided": pb.GuidedDecoding()}),
+    ("guided", {"guided": pb.GuidedDecoding(regex="a")}),
 ]
 
 
