@@ -70,6 +70,7 @@ _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "multi_eos": (
         "tiny_llama_multi_eos",
         (
+            *("--dtype", "float32"),
             *("--max-num-seqs", str(MULTI_EOS_SLOTS)),
             *("--max-concurrent-requests", str(MULTI_EOS_CAPACITY)),
             *("--max-num-queued-tokens", str(MULTI_EOS_QUEUED_TOKENS)),

@@ -7,6 +7,7 @@ the same flags (the reference of test_equality.py).
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -183,7 +184,9 @@ GUIDES = {
     pb.GUIDED_DECODING_MODE_REGEX: pb.GuidedDecoding(regex="a"),
     pb.GUIDED_DECODING_MODE_EBNF_GRAMMAR: pb.GuidedDecoding(ebnf_grammar='root ::= "a"'),
     pb.GUIDED_DECODING_MODE_STRUCTURAL_TAG: pb.GuidedDecoding(
-        structural_tag='{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}'
+        structural_tag=json.dumps(
+            {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+        )
     ),
     pb.GUIDED_DECODING_MODE_CHOICE: pb.GuidedDecoding(choice=pb.ChoiceConstraint(choices=["a"])),
     pb.GUIDED_DECODING_MODE_JSON_OBJECT: pb.GuidedDecoding(json_object=pb.JsonObjectConstraint()),

@@ -291,7 +291,8 @@ async def seed_for(eos: int, peer: Peer, seeds: dict[int, int]) -> int:
         batch = range(first, first + MULTI_EOS_CAPACITY)
         runs = await asyncio.gather(*(peer.generate(PROMPT, **HOT, seed=s) for s in batch))
         for seed, run in zip(batch, runs, strict=True):
-            if run.only.stop_match is not None:
+            # One that ends inside a character would show its bytes with whatever comes next.
+            if run.only.stop_match is not None and run.only.pieces[-2:-1] != [""]:
                 kind, value = run.only.stop_match
                 assert kind == "eos_token_id"
                 seeds.setdefault(int(value), seed)
