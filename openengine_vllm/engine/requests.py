@@ -61,6 +61,16 @@ class GenerationPlan:
         return None if self.seed is None else (self.seed + index) & SEED_MASK
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request whose prompt is tokenized."""
+
+    plan: GenerationPlan
+    prompt: Mapping[str, Any]
+    """As vLLM's renderer made it."""
+    prompt_ids: list[int]
+
+
 def plan_generation(
     request: pb.GenerateRequest, model: ModelFacts, allowed: RequestLimits
 ) -> GenerationPlan:

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,7 +28,11 @@ from openengine_vllm.engine.guide_params import CheckedSamplingParams, guide_par
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.reasoning import reasoning_counter
-from openengine_vllm.engine.requests import GenerationPlan, check_prompt_length
+from openengine_vllm.engine.requests import (
+    GenerationPlan,
+    PreparedRequest,
+    check_prompt_length,
+)
 from openengine_vllm.engine.scores import PendingScores, keep_arrays
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.engine.token_information import check_prompt_information
@@ -44,18 +47,6 @@ if TYPE_CHECKING:
     from openengine_vllm.engine.tracing import Tracer
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A request that nothing is left to check of."""
-
-    plan: GenerationPlan
-    prompt: Mapping[str, Any]
-    """As vLLM's renderer made it."""
-    prompt_ids: list[int]
-    guide: CheckedGuide | None
-    trace_headers: Mapping[str, str] | None
 
 
 class Engine:
@@ -103,24 +94,34 @@ class Engine:
         """Requests that vLLM's frontend still tracks."""
         return self._llm.get_num_unfinished_requests()
 
-    async def submit(
-        self, plan: GenerationPlan, trace_headers: Mapping[str, str] | None = None
-    ) -> GenerationStream:
-        """Have the engine accept a request; ``trace_headers`` name its span's parent.
+    async def prepare(self, plan: GenerationPlan) -> PreparedRequest:
+        """Tokenize the prompt, and check what its tokens decide.
 
         Raises:
-            OpenEngineError: the engine refuses it or is dead; nothing is left behind then.
+            OpenEngineError: with the path of the field at fault.
         """
-        guide = None if plan.guide is None else await self._guides.check(plan.guide)
         prompt = await self._render(plan)
         prompt_ids = prompt["prompt_token_ids"]
         path = "prompt" if plan.prompt_ids is None else "token_ids.ids"
         check_prompt_length(len(prompt_ids), plan.min_tokens, path, self.facts)
         check_prompt_information(plan.information, prompt_ids, self.facts, self._most_bytes)
-        ready = _Ready(plan, prompt, prompt_ids, guide, trace_headers)
+        return PreparedRequest(plan, prompt, prompt_ids)
+
+    async def submit(
+        self, request: PreparedRequest, trace_headers: Mapping[str, str] | None = None
+    ) -> GenerationStream:
+        """Have the engine accept a request; ``trace_headers`` name its span's parent.
+
+        It waits for the request's guide to compile, and for requests that it must not meet.
+
+        Raises:
+            OpenEngineError: the engine refuses it or is dead; nothing is left behind then.
+        """
+        plan = request.plan
+        guide = None if plan.guide is None else await self._guides.check(plan.guide)
         leave = await self._enter(plan.information.batch_kind)
         try:
-            return await self._begin(ready, leave)
+            return await self._begin(request, guide, trace_headers, leave)
         except BaseException:
             leave()
             raise
@@ -131,8 +132,14 @@ class Engine:
         await self._gate.enter(kind)
         return self._gate.leave
 
-    async def _begin(self, ready: _Ready, leave: Callable[[], None]) -> GenerationStream:
-        plan = ready.plan
+    async def _begin(
+        self,
+        request: PreparedRequest,
+        guide: CheckedGuide | None,
+        trace_headers: Mapping[str, str] | None,
+        leave: Callable[[], None],
+    ) -> GenerationStream:
+        plan = request.plan
         serial = next(self._serial)
         ids = [f"{plan.request_id}/{serial}.{index}" for index in range(plan.sequences)]
         stream: GenerationStream | None = None
@@ -144,7 +151,7 @@ class Engine:
         pending = PendingScores(on_overflow)
         try:
             sequences = [
-                await self._start(ready, index, engine_id, pending)
+                await self._start(request, index, engine_id, guide, trace_headers, pending)
                 for index, engine_id in enumerate(ids)
             ]
         except BaseException as error:
@@ -152,11 +159,12 @@ class Engine:
             if isinstance(error, Exception):
                 raise self._refusal(error) from error
             raise
-        stream = self._stream(plan, sequences, ready.prompt_ids, leave)
+        stream = self._stream(request, sequences, leave)
         return stream
 
-    def unstarted(self, plan: GenerationPlan) -> GenerationStream:
+    def unstarted(self, request: PreparedRequest) -> GenerationStream:
         """The stream of a request that is told to end while :meth:`submit` waits."""
+        plan = request.plan
         sequences = [
             RunningSequence(
                 index,
@@ -166,15 +174,15 @@ class Engine:
             )
             for index in range(plan.sequences)
         ]
-        return self._stream(plan, sequences, plan.prompt_ids or [], lambda: None)
+        return self._stream(request, sequences, lambda: None)
 
     def _stream(
         self,
-        plan: GenerationPlan,
+        request: PreparedRequest,
         sequences: Sequence[RunningSequence],
-        prompt_ids: list[int],
         leave: Callable[[], None],
     ) -> GenerationStream:
+        plan, prompt_ids = request.plan, request.prompt_ids
         encoder = GenerationEncoder(plan.request_id, self._most_bytes)
         reader = InformationReader(plan.information, self.facts.pieces)
         return GenerationStream(
@@ -266,33 +274,41 @@ class Engine:
         return cast("dict[str, Any]", prompt)
 
     async def _start(
-        self, ready: _Ready, index: int, engine_id: str, pending: PendingScores
+        self,
+        request: PreparedRequest,
+        index: int,
+        engine_id: str,
+        guide: CheckedGuide | None,
+        trace_headers: Mapping[str, str] | None,
+        pending: PendingScores,
     ) -> RunningSequence:
-        plan = ready.plan
+        plan = request.plan
         collector = await self._llm.add_request(
             engine_id,
-            cast("EngineInput", dict(ready.prompt)),
-            self._sampling_params(ready, index),
+            cast("EngineInput", dict(request.prompt)),
+            self._sampling_params(request, index, guide),
             priority=-plan.priority,
             data_parallel_rank=plan.data_parallel_rank,
-            trace_headers=ready.trace_headers,
+            trace_headers=trace_headers,
         )
         if plan.information.outputs or plan.information.prompt:
             keep_arrays(self._llm, collector.request_id, pending)
         output = SequenceOutput(
-            self._detokenizer.decoder(ready.prompt_ids),
+            self._detokenizer.decoder(request.prompt_ids),
             self._detokenizer.special_tokens,
             plan.rules,
         )
         return RunningSequence(index, engine_id, collector, output)
 
-    def _sampling_params(self, ready: _Ready, index: int) -> SamplingParams:
-        plan = ready.plan
-        room = self.facts.max_model_len - len(ready.prompt_ids)
+    def _sampling_params(
+        self, request: PreparedRequest, index: int, guide: CheckedGuide | None
+    ) -> SamplingParams:
+        plan = request.plan
+        room = self.facts.max_model_len - len(request.prompt_ids)
         return CheckedSamplingParams(
             **plan.sampling,
             **plan.information.engine_options(index),
-            structured_outputs=None if ready.guide is None else guide_params(ready.guide),
+            structured_outputs=None if guide is None else guide_params(guide),
             seed=plan.seed_for(index),
             max_tokens=room if plan.max_tokens is None else min(room, plan.max_tokens),
             skip_reading_prefix_cache=True if plan.bypass_prefix_cache else None,

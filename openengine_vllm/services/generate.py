@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from openengine_vllm.engine.requests import GenerationPlan, plan_generation
+from openengine_vllm.engine.requests import GenerationPlan, PreparedRequest, plan_generation
 from openengine_vllm.engine.stream import GenerationStream
 from openengine_vllm.lifecycle import Lifecycle
 from openengine_vllm.limits import RequestLimits
@@ -58,7 +58,8 @@ class GenerateService:
     ) -> None:
         entry = self._registry.admit(plan.request_id, plan.sequences)
         try:
-            stream = await self._accept(engine, plan, record, entry)
+            prepared = await engine.prepare(plan)
+            stream = await self._accept(engine, prepared, record, entry)
         except BaseException:
             self._registry.forget(entry)
             raise
@@ -71,10 +72,10 @@ class GenerateService:
             self._registry.close(entry)
 
     async def _accept(
-        self, engine: Engine, plan: GenerationPlan, record: RequestRecord, entry: Entry
+        self, engine: Engine, prepared: PreparedRequest, record: RequestRecord, entry: Entry
     ) -> GenerationStream:
         """Wait until the engine has accepted the request or the request is told to end."""
-        submission = asyncio.ensure_future(engine.submit(plan, record.trace_headers))
+        submission = asyncio.ensure_future(engine.submit(prepared, record.trace_headers))
 
         def give_up(_: EndReason) -> None:
             submission.cancel()
@@ -85,7 +86,7 @@ class GenerateService:
         except asyncio.CancelledError:
             if entry.end_reason is None:
                 raise
-            return engine.unstarted(plan)
+            return engine.unstarted(prepared)
 
     async def _send(
         self, stream: GenerationStream, record: RequestRecord, context: Context

@@ -274,9 +274,9 @@ def _unsupported(name: str, change: Change, field: str) -> Rejection:
 def _candidates(
     direction: str, selection: pb.CandidateTokenSelection, field: str, allowed: str
 ) -> Rejection:
-    kind = selection.WhichOneof("selection")
+    value = " ".join(str(selection).split())[-20:]
     return Rejection(
-        f"{direction}_candidates-{kind}-{len(selection.SerializeToString())}-bytes",
+        f"{direction}_candidates-{value or 'nothing'}",
         lambda r: getattr(r.response, f"{direction}_candidates").CopyFrom(selection),
         f"response.{direction}_candidates{field}",
         allowed,

@@ -15,7 +15,7 @@ from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.pieces import Pieces
-from openengine_vllm.engine.requests import GenerationPlan
+from openengine_vllm.engine.requests import GenerationPlan, PreparedRequest
 from openengine_vllm.engine.scores import PendingScores, PromptScores, ScoreRow, ScoreRows
 from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
 from openengine_vllm.lifecycle import Lifecycle, Serving
@@ -153,21 +153,27 @@ class ScriptedEngine:
     def progress(self) -> int:
         return self._progress.outputs
 
+    async def prepare(self, plan: GenerationPlan) -> PreparedRequest:
+        """Nothing to do: prompts are token ids."""
+        return PreparedRequest(plan, {}, plan.prompt_ids or [])
+
     async def submit(
-        self, plan: GenerationPlan, trace_headers: Mapping[str, str] | None = None
+        self, request: PreparedRequest, trace_headers: Mapping[str, str] | None = None
     ) -> GenerationStream:
         """Accept a request."""
+        plan = request.plan
         self.plan, self.trace_headers = plan, trace_headers
         await self.gate.wait()
         if self.refusal is not None:
             raise self.refusal
-        stream = self.unstarted(plan)
+        stream = self.unstarted(request)
         async with self.changed:
             self.changed.notify_all()
         return stream
 
-    def unstarted(self, plan: GenerationPlan) -> GenerationStream:
+    def unstarted(self, request: PreparedRequest) -> GenerationStream:
         """A stream that nothing has happened to."""
+        plan = request.plan
         collectors = [Collector() for _ in range(plan.sequences)]
         sequences = [
             RunningSequence(
