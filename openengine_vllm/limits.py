@@ -30,6 +30,10 @@ GUIDE_CPU_SECONDS = 3.0
 """Processor time that compiling one guide may take, on all threads together."""
 GUIDE_WALL_SECONDS = 15.0
 """Time after which a compilation that did not get its share of a processor is given up."""
+GUIDE_REHEARSAL_TOKENS = 64
+"""Tokens that a guide is followed for before it is let to the engine."""
+GUIDE_STEP_SECONDS = 0.1
+"""Processor time that each of these may take; the engine stands still for as long."""
 GUIDE_MEMORY_BYTES = 2 * 1024**3
 """Memory that compiling one guide may take."""
 

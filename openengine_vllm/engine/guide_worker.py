@@ -14,11 +14,13 @@ import resource
 import signal
 import sys
 import threading
+import time
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -30,7 +32,10 @@ from openengine_vllm.engine.guided import short_reason
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.structured_output.backend_types import StructuredOutputBackend
+    from vllm.v1.structured_output.backend_types import (
+        StructuredOutputBackend,
+        StructuredOutputGrammar,
+    )
 
 _NICENESS = 10
 _STACK_BYTES = 4 * limits.MIB
@@ -39,6 +44,10 @@ _STACK_BYTES = 4 * limits.MIB
 _AUTO_BACKEND: Final = "xgrammar"
 """vLLM's engine keeps the backend of the first guide that it is given, whatever later ones
 name. So with `auto`, which would choose anew for each guide, all guides get the same one."""
+
+
+class TooSlow(Exception):
+    """A guide that would hold up the engine at each token."""
 
 
 class Compiler:
@@ -58,9 +67,10 @@ class Compiler:
         self._backend = _backend(config, self._tokenizer)
 
     def compile(self, constraint: dict[str, Any]) -> Verdict:
-        """Validate and compile one guide, and find the tokens that it may begin with.
+        """Validate and compile one guide, and follow it for some tokens.
 
         Raises:
+            TooSlow: a token takes too long to find.
             Exception: whatever the compiler says is wrong with the guide.
         """
         outputs = StructuredOutputsParams(**constraint)
@@ -72,17 +82,33 @@ class Compiler:
         matcher = getattr(grammar, "ll_matcher", None)
         if matcher is not None and (error := matcher.get_error()):
             raise ValueError(error)
-        mask = self._backend.allocate_token_bitmask(1)
-        mask.fill_(0)
-        grammar.fill_bitmask(mask, 0)
-        if not mask.any():
-            raise ValueError("no text matches it")
+        self._rehearse(grammar)
         return Verdict(
             "ok",
             backend=outputs_config.backend,
             backend_was_auto=self._was_auto,
             rewritten=_rewritten(outputs, constraint),
         )
+
+    def _rehearse(self, grammar: StructuredOutputGrammar) -> None:
+        """Do what the engine does between two steps of all its requests, and time it.
+
+        Ambiguous guides compile at once and then take longer with every token.
+        """
+        mask = self._backend.allocate_token_bitmask(1)
+        for step in range(limits.GUIDE_REHEARSAL_TOKENS):
+            started = time.process_time()
+            mask.fill_(0)
+            grammar.fill_bitmask(mask, 0)
+            bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits)
+            if not step and not len(allowed):
+                raise ValueError("no text matches it")
+            ids = allowed[allowed != self._tokenizer.eos_token_id]
+            if not len(ids) or not grammar.accept_tokens("", [int(ids[0])]):
+                return
+            if time.process_time() - started > limits.GUIDE_STEP_SECONDS:
+                raise TooSlow
 
 
 def _backend(config: VllmConfig, tokenizer: Any) -> StructuredOutputBackend:
@@ -158,6 +184,9 @@ def _compile_within_limits(compiler: Compiler, constraint: dict[str, Any], write
     def compile_guide() -> None:
         try:
             verdict = compiler.compile(constraint)
+        except TooSlow:
+            seconds = limits.GUIDE_STEP_SECONDS
+            verdict = Verdict("rejected", f"takes more than {seconds:g} s for one token")
         except MemoryError:
             verdict = Verdict("rejected", "takes too much memory to compile")
         except BaseException as error:

@@ -77,6 +77,12 @@ async def test_hostile_guide_ends_at_the_limit_and_the_next_is_compiled(
     assert (await shared.check(Guide("regex", "b"))).constraint == {"regex": "b"}
 
 
+async def test_guide_that_slows_down_with_every_token_is_refused(shared: GuideChecker) -> None:
+    error = await refused(shared, "regex", "(((a{1,100}){1,100}){1,100}){1,100}")
+    assert f"more than {limits.GUIDE_STEP_SECONDS:g} s for one token" in error.message
+    assert (await shared.check(Guide("regex", "(ab?){1,100}"))).backend == "xgrammar"
+
+
 async def test_same_guide_is_compiled_once(shared: GuideChecker) -> None:
     first = [shared.check(Guide("regex", "same")) for _ in range(3)]
     assert len(set(map(str, await asyncio.gather(*first)))) == 1
