@@ -210,13 +210,14 @@ class GenerationStream:
             events = self._collect()
             if self._early and not self._live:
                 events, self._early = [*self._early, *events], []
-            if events:
+            if not events:
+                continue
+            if self._has_unencoded:
                 return await self._encoded(events)
+            return cast("list[bytes]", events)
         return []
 
     async def _encoded(self, events: list[_Event]) -> list[bytes]:
-        if not self._has_unencoded:
-            return cast("list[bytes]", events)
         self._has_unencoded = False
         loop = asyncio.get_running_loop()
         try:
@@ -268,8 +269,9 @@ class GenerationStream:
             finish = None
         if sequence.token_ids is not None:
             sequence.token_ids += completion.token_ids
-        rows = cast("ScoreRows | None", completion.logprobs)
-        scores = None if rows is None else rows.take()
+        scores = None
+        if completion.logprobs is not None:
+            scores = cast("ScoreRows", completion.logprobs).take()
         step = sequence.output.feed(completion.token_ids, finish, scores)
         if step.finish is not None and finish is None:
             self._abort([sequence.engine_id])

@@ -25,6 +25,13 @@ _WORDS = (
     '{"name": "fox", "legs": 4} ',
     "\n\n  ",
 )
+_GUIDES: tuple[dict[str, Any], ...] = (
+    {"regex": "[a-z]{3,9}( [0-9]+)?"},
+    {"choice": {"choices": ["yes", "no", "über"]}},
+    {"json_object": {}},
+    {"json_schema": '{"type": "array", "items": {"type": "boolean"}, "maxItems": 4}'},
+    {"ebnf_grammar": 'root ::= "a" root | "b"'},
+)
 _SALTS = ("", "tenant-a", "tenant-b")
 
 
@@ -113,6 +120,7 @@ def _case(number: int) -> Case:
         **_sampling(draw),
         **_stopping(draw),
         "response": {name: v for name, v in _response(draw).items() if v is not None},
+        "guided": _sometimes(draw, 0.15, lambda: draw.choice(_GUIDES)),
         "priority": draw.randint(-3, 3),
         "cache_salt": draw.choice(_SALTS),
         "bypass_prefix_cache": _sometimes(draw, 0.3, lambda: draw.random() < 0.7),
@@ -134,7 +142,7 @@ def message(case: Case, tokenizer: Any, options: dict[str, Any]) -> pb.GenerateR
     """The request of a case, with the options that the reference came to."""
     prompt = case.prompt_for(tokenizer)
     given = dict(options)
-    response = given.pop("response")
+    response, guide = given.pop("response"), given.pop("guided", None)
     request = pb.GenerateRequest(request_id=case.name, priority=given.pop("priority"))
     if isinstance(prompt, str):
         request.prompt = prompt
@@ -153,4 +161,6 @@ def message(case: Case, tokenizer: Any, options: dict[str, Any]) -> pb.GenerateR
     for name, value in given.items():
         setattr(request.sampling, name, value)
     request.response.MergeFrom(pb.ResponseOptions(**response))
+    if guide:
+        request.guided.MergeFrom(pb.GuidedDecoding(**guide))
     return request

@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -77,6 +77,7 @@ class Reference:
         given.pop("priority", None)
         params = SamplingParams(
             **_scores(given.pop("response", {})),
+            structured_outputs=_guide(given.pop("guided", None)),
             skip_reading_prefix_cache=given.pop("bypass_prefix_cache", None) or None,
             **vllm_options(given),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -114,6 +115,24 @@ def _scores(response: Mapping[str, Any]) -> dict[str, Any]:
     if response.get("return_prompt_logprobs"):
         options["prompt_logprobs"] = response.get("prompt_candidates", {}).get("top_n", 0)
     return options
+
+
+def _guide(guided: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    """GuidedDecoding by vLLM's names."""
+    if guided is None:
+        return None
+    ((kind, value),) = guided.items()
+    match kind:
+        case "choice":
+            return StructuredOutputsParams(choice=value["choices"])
+        case "json_object":
+            return StructuredOutputsParams(json_object=True)
+        case "json_schema":
+            return StructuredOutputsParams(json=value)
+        case "ebnf_grammar":
+            return StructuredOutputsParams(grammar=value)
+        case _:
+            return StructuredOutputsParams(regex=value)
 
 
 def _rows(logprobs: Any) -> list[dict[int, tuple[float, int | None]] | None] | None:

@@ -92,6 +92,20 @@ async def test_whole_vocabulary_is_a_distribution(scored: Peer) -> None:
         assert math.fsum(math.exp(c.logprob) for c in record.candidates) == pytest.approx(1)
 
 
+async def test_candidates_that_a_grammar_masks_are_left_out(scored: Peer) -> None:
+    for response, most in ((TOP_20, 20), (EVERYTHING, VOCAB_SIZE)):
+        request = asking(PROMPT, response)
+        request.guided.choice.choices.extend(["yes", "no"])
+        output = (await scored.send(request)).only
+        assert output.text in ("yes", "no")
+        for record in output.records:
+            assert math.isfinite(record.logprob)
+            assert record.token_id in [candidate.token_id for candidate in record.candidates]
+            assert len(record.candidates) < most
+            total = math.fsum(math.exp(candidate.logprob) for candidate in record.candidates)
+            assert total == pytest.approx(1)
+
+
 async def test_scores_stay_with_their_tokens_through_held_back_stops(scored: Peer) -> None:
     free = await scored.send(asking(PROMPT, TOP_20, num_sequences=3))
     texts = [output.text for output in free.outputs]

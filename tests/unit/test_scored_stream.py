@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,21 @@ async def test_outputs_that_end_before_the_prompt_event_have_its_usage_last() ->
 
     assert kinds(events) == ["prompt", "token", "finished", "token", "finished"]
     assert [e.HasField("usage") for e in events] == [False] * 4 + [True]
+
+
+async def test_large_scores_may_wait_for_the_prompt_event() -> None:
+    request = Request(2, wanted=replace(WITH_PROMPT, outputs=True))
+    put(request.collectors[1], "b", 1, candidates=2000)
+    waiting = asyncio.ensure_future(request.rest())
+    await request.collectors[1].taken.wait()
+    request.collectors[0].prompt_scores = prompt_scores()
+    put(request.collectors[0], "a", 1, "length")
+    put(request.collectors[1], "c", 2, "length")
+    events = await waiting
+
+    assert kinds(events)[:2] == ["prompt", "token"]
+    assert [text(events, index) for index in range(2)] == ["a", "bc"]
+    assert kinds(events).count("finished") == 2
 
 
 @pytest.mark.parametrize("engine_is_quick", [False, True])
