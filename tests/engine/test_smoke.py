@@ -33,6 +33,9 @@ async def test_a_live_engine_serves_streams_rejects_aborts_and_stops() -> None:
             for token in scored.outputs[0].tokens:
                 assert token.HasField("logprob")
                 assert [candidate.rank for candidate in token.candidates] == [1, 2, 3]
+            guided = await client.complete("Once upon", max_tokens=9, regex="[ab]{3}")
+            assert set(guided.outputs[0].text) <= {"a", "b"}
+            assert len(guided.outputs[0].text) == 3
             with pytest.raises(OpenEngineError, match="temperature"):
                 await client.complete("Once upon", temperature=-1.0)
             events = client.generate("Once", request_id="long", max_tokens=1000, ignore_eos=True)
