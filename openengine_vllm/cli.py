@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from openengine_vllm import __version__
+from openengine_vllm.api_keys import API_KEY_VARIABLE
 from openengine_vllm.settings import (
     DEFAULT_PORT,
     DEMO_MODEL,
@@ -135,6 +136,8 @@ _NO_VLLM = "vLLM is not installed here: pip install 'openengine-vllm[vllm]'"
 def _serve(arguments: list[str]) -> int:
     arguments = _normalise(arguments)
     settings = _parse(arguments)
+    # The engine's processes have no use for it.
+    os.environ.pop(API_KEY_VARIABLE, None)
     if vllm_version() is None:
         return _fail(_NO_VLLM)
     announce = _take_over_stdout()
@@ -173,7 +176,10 @@ def _parse(arguments: list[str]) -> ServerSettings:
         parser.error(f"--model is required; --model {DEMO_MODEL} serves a small model to try")
     if str(model).startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         parser.error(f"--model {model}: no such folder")
-    return server_settings(given)
+    try:
+        return server_settings(given, os.environ)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _config_flags(parser: argparse.ArgumentParser, values: dict[str, Any]) -> list[str]:
@@ -219,8 +225,9 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
     from openengine_vllm.binding import BindError
     from openengine_vllm.orphan_guard import OrphanGuard
     from openengine_vllm.server import Server, StartError
+    from openengine_vllm.tls import TlsError
 
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
 
     def load(instance_id: str) -> Serving:
         from openengine_vllm.loading import load_engine
@@ -250,7 +257,7 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
     try:
         with OrphanGuard(_scratch_folder()):
             status = uvloop.run(serve())
-    except BindError as error:
+    except (BindError, TlsError) as error:
         return _fail(str(error))
     except StartError as error:
         status = _fail(str(error), error.code)
