@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
@@ -66,7 +66,9 @@ class ApiKeys:
         return known
 
 
-def configured_keys(key: str | None, file: Path | None, environment: Mapping[str, str]) -> ApiKeys:
+def configured_keys(
+    keys: Sequence[str] | None, file: Path | None, environment: Mapping[str, str]
+) -> ApiKeys:
     """The keys of the flags together; those of the environment where there are no flags.
 
     An empty key is an error rather than none: a secret that went missing must not open the
@@ -75,13 +77,13 @@ def configured_keys(key: str | None, file: Path | None, environment: Mapping[str
     Raises:
         ValueError: names the flag or variable that is wrong, never its value.
     """
-    if key is None and file is None:
+    if keys is None and file is None:
         if API_KEY_VARIABLE not in environment:
             return ApiKeys()
         return _named(API_KEY_VARIABLE, (environment[API_KEY_VARIABLE],))
-    if key is not None:
-        _named("--api-key", (key,))
-    return ApiKeys([*(() if key is None else (key,)), *(() if file is None else _read(file))])
+    given = list(keys or ())
+    _named("--api-key", given)
+    return ApiKeys(given if file is None else given + _read(file))
 
 
 def _read(file: Path) -> list[str]:

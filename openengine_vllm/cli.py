@@ -192,7 +192,12 @@ def _config_flags(parser: argparse.ArgumentParser, values: dict[str, Any]) -> li
             continue
         flag, value = "--" + name.replace("_", "-"), values[name]
         switch = isinstance(action, argparse.BooleanOptionalAction)
-        if switch and isinstance(value, bool):
+        if name == "api_key":
+            keys = value if isinstance(value, list) else [value]
+            if not all(isinstance(key, str) for key in keys):
+                parser.error("--config: api_key has to be text, or a list of texts: quote them")
+            flags += [flag, *keys]
+        elif switch and isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag.removeprefix("--"))
         elif isinstance(value, str | int | float) and not isinstance(value, bool):
             flags.append(f"{flag}={value}")
@@ -249,7 +254,8 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
             f"openengine ready grpc={address} model={info.supported_models[0]} "
             f"role=aggregated instance={info.instance_id}"
         )
-        announce("try: " + _next_command(address, serving.has_chat_template))
+        tls = settings.tls is not None
+        announce("try: " + _next_command(address, serving.has_chat_template, tls))
 
     async def serve() -> int:
         return await Server(settings, load, on_ready).run()
@@ -293,7 +299,7 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _next_command(address: str, chat: bool) -> str:
+def _next_command(address: str, chat: bool, tls: bool) -> str:
     script = shutil.which(PROG)
     if script and "TOX_ENV_NAME" not in os.environ:
         program = PROG
@@ -303,6 +309,8 @@ def _next_command(address: str, chat: bool) -> str:
             path = path.relative_to(Path.cwd())
         program = str(path)
     target = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --target {address}"
+    if tls:
+        target += " --tls"
     prompt = '--chat "What is the capital of France?"' if chat else '"Once upon a time"'
     return f"{program} generate{target} {prompt}"
 

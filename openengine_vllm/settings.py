@@ -180,9 +180,10 @@ def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
     security = parser.add_argument_group("security", "who may connect, and how often")
     security.add_argument(
         "--api-key",
+        nargs="+",
         metavar="KEY",
-        help="a key that every call but grpc.health.v1 has to bring, as authorization: Bearer "
-        f"KEY; ps shows flags, so prefer the file or the environment ({API_KEY_VARIABLE})",
+        help="keys, one of which every call but grpc.health.v1 has to bring, as authorization: "
+        f"Bearer KEY; ps shows flags, so prefer the file or the environment ({API_KEY_VARIABLE})",
     )
     security.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="a file of such keys, one a line"

@@ -75,8 +75,8 @@ def test_the_flags_go_together_and_before_the_environment(tmp_path: Path) -> Non
     assert configured_keys(None, None, {}) == ApiKeys()
     assert configured_keys(None, None, environment) == ApiKeys(["three"])
     assert configured_keys(None, file, environment) == ApiKeys(["one", "two"])
-    assert configured_keys("zero", file, environment) == ApiKeys(["zero", "one", "two"])
-    assert configured_keys("zero", None, environment) == ApiKeys(["zero"])
+    assert configured_keys(["zero"], file, environment) == ApiKeys(["zero", "one", "two"])
+    assert configured_keys(["zero", "more"], None, environment) == ApiKeys(["zero", "more"])
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"good\nbad key\n", b"\xff\xfe", b"a\x00"])
@@ -93,6 +93,6 @@ def test_a_secret_that_went_missing_does_not_open_the_server(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=f"^{API_KEY_VARIABLE}: "):
         configured_keys(None, None, {API_KEY_VARIABLE: ""})
     with pytest.raises(ValueError, match=r"^--api-key: "):
-        configured_keys("", None, {})
+        configured_keys(["fine", ""], None, {})
     with pytest.raises(ValueError, match="Is a directory"):
         configured_keys(None, tmp_path, {})

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import stat
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import structlog
 from google.protobuf.descriptor import MethodDescriptor
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from openengine_vllm.client import Client
+from openengine_vllm import logs
+from openengine_vllm.client import Client, OpenEngineError
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import client_options
 from openengine_vllm.protocol.errors import STATUS_DETAILS_KEY
@@ -214,6 +218,47 @@ async def test_an_open_server_is_warned_of_once(
     written = "".join(capsys.readouterr())
     assert written.count("anyone who can reach the address can use the engine") == warned
     assert KEY not in written
+
+
+@pytest.fixture
+def _log_as_before() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("_log_as_before")
+@pytest.mark.parametrize(
+    ("format_", "shown"), [("logfmt", "request_id=r"), ("json", '"request_id": "r"')]
+)
+async def test_neither_key_nor_prompt_is_logged(
+    format_: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure("debug", format_)
+    async with live_server("--api-key", KEY) as server:
+        async with Client(server.address, api_key=KEY) as client:
+            running = asyncio.ensure_future(client.complete(request("r")))
+            [collector] = await server.engine.accepted("r")
+            collector.put("hush", "length")
+            assert (await running).outputs[0].text == "hush"
+        async with Client(server.address, api_key=KEY + "x") as client:
+            with pytest.raises(OpenEngineError):
+                await client.health()
+    written = "".join(capsys.readouterr())
+    assert shown in written
+    assert KEY not in written
+    assert "hush" not in written
+
+
+async def test_a_unix_socket_is_its_owners_and_wants_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    async with live_server("--uds", str(path), "--api-key", KEY) as server:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        async with Client(server.address, api_key=KEY) as client:
+            assert (await client.health()).state == pb.HEALTH_STATE_READY
+        async with Client(server.address) as client:
+            with pytest.raises(OpenEngineError) as caught:
+                await client.health()
+    assert caught.value.status is StatusCode.UNAUTHENTICATED
 
 
 async def status_by_hand(port: int, authorization: bytes) -> str:

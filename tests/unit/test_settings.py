@@ -44,7 +44,15 @@ def test_every_flag_reaches_its_setting() -> None:
         *("--no-exit-on-engine-death", "--max-concurrent-requests", "7", "--max-sequences", "4"),
         *("--max-request-bytes", "5", "--max-response-bytes", "6"),
         *("--server-log-level", "error", "--log-format", "json"),
-        *("--api-key", "secret", "--max-connections", "8", "--max-connection-streams", "9"),
+        *(
+            "--api-key",
+            "secret",
+            "other",
+            "--max-connections",
+            "8",
+            "--max-connection-streams",
+            "9",
+        ),
         *("--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"),
     )
 
@@ -52,7 +60,7 @@ def test_every_flag_reaches_its_setting() -> None:
         host="0.0.0.0",
         port=0,
         uds="/s",
-        api_keys=ApiKeys(["secret"]),
+        api_keys=ApiKeys(["secret", "other"]),
         tls=TlsFiles(Path("c"), Path("k"), Path("a")),
         max_connections=8,
         max_connection_streams=9,
