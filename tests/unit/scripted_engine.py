@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from grpc import aio
 
+from openengine_vllm.drain import Drains
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
@@ -22,9 +23,11 @@ from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.limits import MIB, RequestLimits
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
+from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 from openengine_vllm.registry import RequestRegistry
 from openengine_vllm.services.control import ControlService
 from openengine_vllm.services.discovery import DiscoveryService
+from openengine_vllm.services.drain import DrainService
 from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.probe import InferenceProbe
@@ -128,6 +131,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.facts = FACTS
+        self.dead = False
         self.tracer: Any = None
         self.plan: GenerationPlan
         """That of the last request."""
@@ -223,6 +227,8 @@ class Service:
         self.lifecycle = Lifecycle()
         self.registry = RequestRegistry(capacity)
         self.probe = InferenceProbe(probe_timeout)
+        self.reported: list[pb.HealthState.ValueType] = []
+        """What grpc.health.v1 was told."""
         self.channel: aio.Channel
 
     def make_ready(self) -> None:
@@ -245,25 +251,29 @@ class Service:
         generate = GenerateService(
             self.lifecycle, self.registry, RequestLimits(max_sequences=4), StallWatch(60)
         )
+        drains = Drains(self.lifecycle, self.registry, self._report)
+        drain = DrainService(self.lifecycle, drains, StallWatch(60))
         return {
             "Generate": generate.generate,
             "GetEngineInfo": discovery.engine_info,
             "GetModelInfo": discovery.model_info,
             "Health": control.health,
             "Abort": control.abort,
+            "Drain": drain.drain,
         }
+
+    async def _report(self) -> None:
+        self.reported.append(self.lifecycle.state)
 
     def generate(
         self, request: pb.GenerateRequest
     ) -> aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
         """Call Generate."""
-        method: aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
-        method = self.channel.unary_stream(
-            f"/{pb.SERVICE.full_name}/Generate",
-            pb.GenerateRequest.SerializeToString,
-            pb.GenerateResponse.FromString,
-        )
-        return method(request, timeout=60)
+        return OpenEngineStub(self.channel).Generate(request, timeout=60)
+
+    def drain(self, **fields: Any) -> aio.UnaryStreamCall[pb.DrainRequest, pb.DrainResponse]:
+        """Call Drain."""
+        return OpenEngineStub(self.channel).Drain(pb.DrainRequest(**fields), timeout=60)
 
     async def call(self, name: str, request: Any) -> Any:
         """Call a unary RPC."""
