@@ -24,6 +24,7 @@ from openengine_vllm.binding import bind
 from openengine_vllm.children import stop_descendants
 from openengine_vllm.drain import Drains
 from openengine_vllm.lifecycle import Lifecycle, Serving
+from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import server_options
 from openengine_vllm.protocol.revision import SERVICE_NAME
@@ -33,8 +34,10 @@ from openengine_vllm.services.discovery import DiscoveryService
 from openengine_vllm.services.drain import DrainService
 from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
+from openengine_vllm.services.load import LoadService
 from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.reflection import add_reflection
+from openengine_vllm.services.runtime_events import RuntimeEventsService
 from openengine_vllm.services.stalls import StallWatch
 from openengine_vllm.settings import ServerSettings
 
@@ -81,6 +84,9 @@ class Server:
         """The live requests."""
         self._probe = InferenceProbe(settings.probe_timeout)
         self._stalls = StallWatch(settings.stall_timeout)
+        self._events = RuntimeEventsService(
+            self.lifecycle, self.registry, self._stalls, self._instance_id
+        )
         self._health = HealthServicer()
         self._drains = Drains(self.lifecycle, self.registry, self._report_health)
         self._stop = asyncio.Event()
@@ -106,6 +112,7 @@ class Server:
                 return await self._serve(address)
             finally:
                 watching.cancel()
+                self._events.end()
                 await grpc_server.stop(_FLUSH_SECONDS)
 
     def _build(self) -> grpc.aio.Server:
@@ -129,6 +136,8 @@ class Server:
             "Health": control.health,
             "Abort": control.abort,
             "Drain": drain.drain,
+            "GetLoad": LoadService(self.lifecycle).load,
+            "SubscribeRuntimeEvents": self._events.subscribe,
         }
         server.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -222,6 +231,7 @@ class Server:
         self.lifecycle.fail()
         await self._report_health()
         self._end_all(EndReason.ENGINE_DEAD)
+        self._events.end(errors.engine_dead())
 
     async def _mourn(self) -> None:
         """Stay for a moment, so that clients and probes learn what happened."""
