@@ -38,6 +38,12 @@ class Lifecycle:
         return self._state
 
     @property
+    def failed(self) -> bool:
+        """Whether the engine has died, also where :meth:`fail` is still to be called."""
+        engine_died = self._serving is not None and self._serving.engine.dead
+        return engine_died or self._state == pb.HEALTH_STATE_NOT_READY
+
+    @property
     def serving(self) -> Serving:
         """The live engine and what it is.
 

@@ -29,7 +29,7 @@ def load_engine(
     # Started here, it gets ready in the time that the engine takes to load.
     guides = GuideChecker()
     try:
-        llm = build_engine(args)
+        llm, stats = build_engine(args)
         detokenizer = detokenizer_of(llm)
         pieces = detokenizer.pieces(llm.model_config.get_vocab_size())
         facts = model_facts(llm, served_names, pieces)
@@ -41,7 +41,7 @@ def load_engine(
     else:
         guides.close()
     return Serving(
-        engine=Engine(llm, facts, detokenizer, guides, settings.limits.max_response_bytes),
+        engine=Engine(llm, facts, detokenizer, guides, settings.limits.max_response_bytes, stats),
         engine_info=engine_info(
             llm.vllm_config, facts, instance_id, pb.ENGINE_ROLE_AGGREGATED, version
         ),

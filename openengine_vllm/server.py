@@ -22,7 +22,9 @@ from grpc_health.v1._async import HealthServicer
 
 from openengine_vllm.binding import bind
 from openengine_vllm.children import stop_descendants
+from openengine_vllm.drain import Drains
 from openengine_vllm.lifecycle import Lifecycle, Serving
+from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import server_options
 from openengine_vllm.protocol.revision import SERVICE_NAME
@@ -30,10 +32,13 @@ from openengine_vllm.registry import EndReason, RequestRegistry
 from openengine_vllm.services.authentication import Services
 from openengine_vllm.services.control import ControlService
 from openengine_vllm.services.discovery import DiscoveryService
+from openengine_vllm.services.drain import DrainService
 from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
+from openengine_vllm.services.load import LoadService
 from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.reflection import add_reflection
+from openengine_vllm.services.runtime_events import RuntimeEventsService
 from openengine_vllm.services.stalls import StallWatch
 from openengine_vllm.settings import ServerSettings
 from openengine_vllm.tls import server_credentials
@@ -81,7 +86,11 @@ class Server:
         """The live requests."""
         self._probe = InferenceProbe(settings.probe_timeout)
         self._stalls = StallWatch(settings.stall_timeout)
+        self._events = RuntimeEventsService(
+            self.lifecycle, self.registry, self._stalls, self._instance_id
+        )
         self._health = HealthServicer()
+        self._drains = Drains(self.lifecycle, self.registry, self._report_health)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -114,6 +123,7 @@ class Server:
                 return await self._serve(address)
             finally:
                 watching.cancel()
+                self._events.end()
                 await grpc_server.stop(_FLUSH_SECONDS)
 
     def _build(self) -> grpc.aio.Server:
@@ -131,12 +141,16 @@ class Server:
         control = ControlService(
             self.lifecycle, self.registry, self._probe, pb.ENGINE_ROLE_AGGREGATED
         )
+        drain = DrainService(self.lifecycle, self._drains, self._stalls)
         handlers: dict[str, Handler] = {
             "Generate": generate.generate,
             "GetEngineInfo": discovery.engine_info,
             "GetModelInfo": discovery.model_info,
             "Health": control.health,
             "Abort": control.abort,
+            "Drain": drain.drain,
+            "GetLoad": LoadService(self.lifecycle).load,
+            "SubscribeRuntimeEvents": self._events.subscribe,
         }
         services = Services(settings.api_keys)
         services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
@@ -232,6 +246,7 @@ class Server:
         self.lifecycle.fail()
         await self._report_health()
         self._end_all(EndReason.ENGINE_DEAD)
+        self._events.end(errors.engine_dead())
 
     async def _mourn(self) -> None:
         """Stay for a moment, so that clients and probes learn what happened."""
@@ -240,29 +255,16 @@ class Server:
                 await asyncio.wait_for(self._stop.wait(), _DEATH_LINGER_SECONDS)
 
     async def _drain(self) -> None:
-        self.lifecycle.drain()
-        await self._report_health()
-        _log.info("draining", live_requests=len(self.registry))
-        idle = asyncio.ensure_future(self._idle())
+        drain = await self._drains.begin(
+            stop_accepting=True,
+            deadline=self._settings.drain_timeout,
+            abort_after_deadline=True,
+        )
         now = asyncio.ensure_future(self._stop_now.wait())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.drain_timeout):
-                await _first(idle, now)
-        idle.cancel()
+        await _first(drain.finished, now)
         now.cancel()
-        if len(self.registry):
-            _log.warning("ending what did not finish", live_requests=len(self.registry))
-            self._end_all(EndReason.DRAINED)
-
-    async def _idle(self) -> None:
-        changed = asyncio.Event()
-        self.registry.watch(changed.set)
-        try:
-            while len(self.registry):
-                changed.clear()
-                await changed.wait()
-        finally:
-            self.registry.unwatch(changed.set)
+        drain.hurry()
+        await drain.finished
 
     def _end_all(self, reason: EndReason) -> None:
         for entry in self.registry:

@@ -12,14 +12,15 @@ from typing import Any
 
 import psutil
 import structlog
-from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.envs import enable_envs_cache
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import StatLoggerBase
+
+from openengine_vllm.engine.stat_logger import stat_logger
+from openengine_vllm.engine.stats import EngineStats
 
 _log = structlog.get_logger(__name__)
 
@@ -93,31 +94,23 @@ def _leave_to_operator(namespace: argparse.Namespace, chosen: Mapping[str, Any],
         setattr(namespace, name, None)
 
 
-class _NoStatistics(StatLoggerBase):
-    """Has vLLM keep statistics for its spans, and show them nowhere."""
-
-    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        pass
-
-    def record(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do with them."""
-
-    def log_engine_initialized(self) -> None:
-        """Nothing to tell."""
-
-
-def build_engine(args: AsyncEngineArgs) -> AsyncLLM:
+def build_engine(args: AsyncEngineArgs) -> tuple[AsyncLLM, EngineStats]:
     """Load the model and start the engine's processes. Blocks until the engine is up.
 
-    vLLM's statistics are off: they cost several microseconds a token, and nothing here shows
-    them. Only for spans are they kept, since vLLM makes those from them. Environment variables
-    are read once, as vLLM's own processes do, since it looks at some for every token.
+    Call it where no event loop runs: vLLM looks at what is set here when its first request
+    comes. The schedulers' statistics are kept, one record a step. Those of each token are not:
+    they would cost several microseconds a token, and only vLLM's spans need them. Environment
+    variables are read once, as vLLM's own processes do, since it looks at some for every token.
     """
     args.disable_log_stats = True
+    args.enable_logging_iteration_details = True
+    stats = EngineStats()
     llm = AsyncLLM.from_engine_args(
         args,
         usage_context=UsageContext.OPENAI_API_SERVER,
-        stat_loggers=[_NoStatistics] if args.otlp_traces_endpoint else None,
+        stat_loggers=[stat_logger(stats)],
     )
+    if not args.otlp_traces_endpoint:
+        llm.log_stats = llm.output_processor.log_stats = False
     enable_envs_cache()
-    return llm
+    return llm, stats

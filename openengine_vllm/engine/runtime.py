@@ -6,8 +6,9 @@ No vLLM type passes this module upwards.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +35,8 @@ from openengine_vllm.engine.requests import (
     check_prompt_length,
 )
 from openengine_vllm.engine.scores import PendingScores, keep_arrays
-from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
+from openengine_vllm.engine.stats import Demand, EngineStats, Load
+from openengine_vllm.engine.stream import GenerationStream, RunningSequence
 from openengine_vllm.engine.token_information import check_prompt_information
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
@@ -56,6 +58,7 @@ class Engine:
         detokenizer: of the engine's tokenizer.
         guides: compiles guides beforehand.
         most_bytes: of one event of a stream.
+        stats: what the schedulers say.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Engine:
         detokenizer: Detokenizer,
         guides: GuideChecker,
         most_bytes: int,
+        stats: EngineStats,
     ) -> None:
         self._llm = llm
         self._guides = guides
@@ -77,7 +81,11 @@ class Engine:
         self._count_reasoning = reasoning_counter(llm)
         self.tracer = _tracer(llm)
         """Starts requests' spans; None where the operator has not asked for traces."""
-        self._progress = Progress()
+        self.stats = stats
+        """What the schedulers say, step by step."""
+        self._progress = stats.progress
+        self._streams: set[GenerationStream] = set()
+        self._held_back = self._held_back_tokens = 0
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -93,6 +101,15 @@ class Engine:
     def unfinished(self) -> int:
         """Requests that vLLM's frontend still tracks."""
         return self._llm.get_num_unfinished_requests()
+
+    def load(self) -> Load:
+        """How busy the engine is now."""
+        running, waiting = 0, self._held_back_tokens
+        for stream in self._streams:
+            of_running, of_waiting = stream.context_tokens
+            running += of_running
+            waiting += of_waiting
+        return self.stats.load(Demand(self.unfinished(), self._held_back, running, waiting))
 
     async def prepare(self, plan: GenerationPlan) -> PreparedRequest:
         """Tokenize the prompt, and check what its tokens decide.
@@ -118,13 +135,26 @@ class Engine:
             OpenEngineError: the engine refuses it or is dead; nothing is left behind then.
         """
         plan = request.plan
-        guide = None if plan.guide is None else await self._guides.check(plan.guide)
-        leave = await self._enter(plan.information.batch_kind)
+        with self._holding_back(request):
+            guide = None if plan.guide is None else await self._guides.check(plan.guide)
+            leave = await self._enter(plan.information.batch_kind)
         try:
             return await self._begin(request, guide, trace_headers, leave)
         except BaseException:
             leave()
             raise
+
+    @contextlib.contextmanager
+    def _holding_back(self, request: PreparedRequest) -> Iterator[None]:
+        sequences = request.plan.sequences
+        tokens = sequences * len(request.prompt_ids)
+        self._held_back += sequences
+        self._held_back_tokens += tokens
+        try:
+            yield
+        finally:
+            self._held_back -= sequences
+            self._held_back_tokens -= tokens
 
     async def _enter(self, kind: BatchKind | None) -> Callable[[], None]:
         if kind is None or self._gate is None:
@@ -159,7 +189,14 @@ class Engine:
             if isinstance(error, Exception):
                 raise self._refusal(error) from error
             raise
-        stream = self._stream(request, sequences, leave)
+
+        def on_close() -> None:
+            leave()
+            if stream is not None:
+                self._streams.discard(stream)
+
+        stream = self._stream(request, sequences, on_close)
+        self._streams.add(stream)
         return stream
 
     def unstarted(self, request: PreparedRequest) -> GenerationStream:

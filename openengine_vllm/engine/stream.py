@@ -24,6 +24,7 @@ from openengine_vllm.engine.outputs import (
     StopMatch,
     Token,
 )
+from openengine_vllm.engine.stats import Progress
 from openengine_vllm.engine.wakeup import WakeUp
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
@@ -97,13 +98,6 @@ class RunningSequence:
             raise errors.engine_dead() from error
 
 
-@dataclass(slots=True)
-class Progress:
-    """Counts what the engine has answered, over all requests."""
-
-    outputs: int = 0
-
-
 class GenerationStream:
     """The events of one accepted request, as serialised GenerateResponse messages.
 
@@ -166,6 +160,17 @@ class GenerationStream:
     def generated_tokens(self) -> int:
         """Tokens generated so far, over all outputs."""
         return sum(sequence.output.generated for sequence in self._all)
+
+    @property
+    def context_tokens(self) -> tuple[int, int]:
+        """Tokens of the outputs that have begun, prompt and generated, and of those that wait."""
+        running = waiting = 0
+        for sequence in self._live:
+            if generated := sequence.output.generated:
+                running += self._prompt_tokens + generated
+            else:
+                waiting += self._prompt_tokens
+        return running, waiting
 
     @property
     def summary(self) -> StreamSummary:
@@ -269,6 +274,7 @@ class GenerationStream:
             finish = None
         if sequence.token_ids is not None:
             sequence.token_ids += completion.token_ids
+        self._progress.tokens += len(completion.token_ids)
         scores = None
         if completion.logprobs is not None:
             scores = cast("ScoreRows", completion.logprobs).take()

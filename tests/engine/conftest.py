@@ -30,7 +30,16 @@ from tests.support import vllm_metadata
 from tests.support.models import model_dir
 from tests.support.server import READY_SECONDS, ServerProcess, server_environment, wait_until
 
-_ORDER = ("demo", "completions", "reference", "tiny", "multi_eos", "random_reference", "scored")
+_ORDER = (
+    "demo",
+    "completions",
+    "reference",
+    "tiny",
+    "multi_eos",
+    "random_reference",
+    "scored",
+    "operated",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,6 +91,15 @@ async def scored(engines: EngineSlot) -> AsyncIterator[Peer]:
     """A server that scores whole vocabularies and schedules by priority, in single precision."""
     async with connected(engines.server("scored")) as peer:
         yield peer
+
+
+@pytest.fixture
+async def operated(engines: EngineSlot) -> AsyncIterator[Peer]:
+    """A server that runs two sequences at once, each for as long as a test likes."""
+    async with connected(engines.server("operated")) as peer:
+        yield peer
+        if peer.server.process.poll() is None:
+            await peer.client.abort_all()
 
 
 @pytest.fixture(scope="session")

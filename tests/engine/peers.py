@@ -23,6 +23,7 @@ from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import client_options
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 from tests.engine.streams import Generation, gather
+from tests.support.calls import ENDLESS_FLAGS
 from tests.support.models import model_dir
 from tests.support.server import ENGINE_FLAGS, ServerProcess, start_server
 
@@ -63,9 +64,22 @@ MULTI_EOS_REQUEST_BYTES = 1024 * 1024
 MULTI_EOS_RESPONSE_BYTES = 256 * 1024
 """The largest response message."""
 
+OPERATED_SLOTS = 2
+"""Sequences that the engine of the operated server runs at once."""
+
 _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "demo": ("demo", (), {}),
     "tiny": ("tiny_llama", TINY_FLAGS, {}),
+    "operated": (
+        "tiny_llama",
+        (
+            *("--max-num-seqs", str(OPERATED_SLOTS)),
+            "--enable-prefix-caching",
+            *ENGINE_FLAGS,
+            *ENDLESS_FLAGS,
+        ),
+        {},
+    ),
     "scored": ("tiny_llama", SCORED_FLAGS, {}),
     "multi_eos": (
         "tiny_llama_multi_eos",

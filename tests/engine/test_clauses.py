@@ -132,7 +132,10 @@ GENERATE_STREAM = {
         "test_cancellation.test_abort_of_outputs_one_of_which_has_finished",
         "test_token_information.test_request_that_waits_for_another_kind_can_be_aborted",
     ),
-    "a drain's abort fails with DRAINING": ("test_lifecycle.test_drain_deadline",),
+    "a drain's abort fails with DRAINING": (
+        "test_lifecycle.test_drain_deadline",
+        "test_drain.test_requests_that_the_deadline_ends",
+    ),
     "a dead engine fails streams, and the process ends": (
         "test_engine_death.test_killed_engine_ends_the_server",
         "test_engine_death.test_killed_worker_and_a_server_told_to_stay",
@@ -143,9 +146,36 @@ GENERATE_STREAM = {
     ),
 }
 
+DRAIN_LOAD_AND_EVENTS = {
+    "a drain ends with the last request, or fails at its deadline": (
+        "test_drain.test_requests_that_end_in_time",
+        "test_drain.test_requests_that_outlast_the_deadline",
+    ),
+    "a drain that doesn't stop accepting leaves Health READY": (
+        "test_drain.test_requests_that_end_in_time",
+    ),
+    "one that does is for good; two at once don't conflict; one goes on without its caller": (
+        "test_drain.test_a_server_that_is_taken_out_of_service",
+    ),
+    "SIGTERM is a drain, a second signal stops now, and loading stops promptly": (
+        "test_lifecycle.test_life_on_a_unix_socket",
+        "test_lifecycle.test_ctrl_c_in_the_terminal_then_again",
+        "test_lifecycle.test_signal_while_loading",
+    ),
+    "GetLoad tells what runs and what waits, and zeros when idle": (
+        "test_load.test_an_idle_engine",
+        "test_load.test_what_runs_and_what_waits",
+        "test_load.test_the_cache_hit_rate",
+    ),
+    "runtime events tell of each pass, batch and queue": (
+        "test_load.test_the_events_of_one_request",
+    ),
+}
+ALL = IDENTITY_AND_ADMISSION | GENERATE_STREAM | DRAIN_LOAD_AND_EVENTS
 
-@pytest.mark.parametrize("clause", IDENTITY_AND_ADMISSION | GENERATE_STREAM)
+
+@pytest.mark.parametrize("clause", ALL)
 def test_clause_has_its_tests(clause: str) -> None:
-    for name in (IDENTITY_AND_ADMISSION | GENERATE_STREAM)[clause]:
+    for name in ALL[clause]:
         module, _, function = name.partition(".")
         assert callable(getattr(importlib.import_module(f"tests.engine.{module}"), function))

@@ -34,7 +34,10 @@ from tests.support.server import ENGINE_FLAGS, STOP_SECONDS, ServerProcess, star
 
 DRAINED_TOKENS = 2000
 """Tokens that take an engine some seconds, of which a drain has to wait."""
-IMPLEMENTED = ("Generate", "GetEngineInfo", "GetModelInfo", "Abort")
+IMPLEMENTED = (
+    *("Generate", "GetEngineInfo", "GetModelInfo", "Abort"),
+    *("Drain", "GetLoad", "SubscribeRuntimeEvents"),
+)
 """RPCs that have to wait for the engine; the others may say that they aren't there."""
 SERVICES = ("", "openengine.v1.OpenEngine")
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -25,7 +25,10 @@ from tests.engine.peers import (
 from tests.engine.rejections import REJECTIONS, Rejection, good_request, unknown_field
 from tests.engine.streams import gather
 
-IMPLEMENTED = {"Generate", "GetEngineInfo", "GetModelInfo", "Health", "Abort"}
+IMPLEMENTED = {
+    *("Generate", "GetEngineInfo", "GetModelInfo", "Health", "Abort"),
+    *("Drain", "GetLoad", "SubscribeRuntimeEvents"),
+}
 _GENERATE = "/openengine.v1.OpenEngine/Generate"
 
 Stream = aio.UnaryStreamCall[Any, Any]

@@ -10,24 +10,31 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from grpc import aio
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerIterationDetails, SchedulerStats
 
+from openengine_vllm.drain import Drains
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.pieces import Pieces
 from openengine_vllm.engine.requests import GenerationPlan, PreparedRequest
 from openengine_vllm.engine.scores import PendingScores, PromptScores, ScoreRow, ScoreRows
-from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
+from openengine_vllm.engine.stats import Demand, EngineStats, Load
+from openengine_vllm.engine.stream import GenerationStream, RunningSequence
 from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.limits import MIB, RequestLimits
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
+from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 from openengine_vllm.registry import RequestRegistry
 from openengine_vllm.services.control import ControlService
 from openengine_vllm.services.discovery import DiscoveryService
+from openengine_vllm.services.drain import DrainService
 from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
+from openengine_vllm.services.load import LoadService
 from openengine_vllm.services.probe import InferenceProbe
+from openengine_vllm.services.runtime_events import RuntimeEventsService
 from openengine_vllm.services.stalls import StallWatch
 
 FACTS = ModelFacts(
@@ -128,6 +135,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.facts = FACTS
+        self.dead = False
         self.tracer: Any = None
         self.plan: GenerationPlan
         """That of the last request."""
@@ -143,7 +151,9 @@ class ScriptedEngine:
         """Requests and probes wait here."""
         self.gate.set()
         self.probes = 0
-        self._progress = Progress()
+        self.stats = EngineStats()
+        self.demand = Demand(0, 0, 0, 0)
+        """What is asked of the engine, as GetLoad is to tell it."""
         self.probed = asyncio.Event()
         """Set by the first probe."""
         self.probe_error: Exception | None = None
@@ -151,7 +161,11 @@ class ScriptedEngine:
 
     @property
     def progress(self) -> int:
-        return self._progress.outputs
+        return self.stats.progress.outputs
+
+    def load(self) -> Load:
+        """As the engine computes it."""
+        return self.stats.load(self.demand)
 
     async def prepare(self, plan: GenerationPlan) -> PreparedRequest:
         """Nothing to do: prompts are token ids."""
@@ -192,7 +206,7 @@ class ScriptedEngine:
             prompt_tokens=len(plan.prompt_ids or ()),
             reports_cache=True,
             abort=self.abort,
-            progress=self._progress,
+            progress=self.stats.progress,
             worker=WORKER,
         )
 
@@ -218,19 +232,27 @@ class ScriptedEngine:
 class Service:
     """The services on a loopback port, over a scripted engine."""
 
-    def __init__(self, *, capacity: int = 8, probe_timeout: float = 60) -> None:
+    def __init__(
+        self, *, capacity: int = 8, probe_timeout: float = 60, retained: int = 100
+    ) -> None:
         self.engine = ScriptedEngine()
         self.lifecycle = Lifecycle()
         self.registry = RequestRegistry(capacity)
         self.probe = InferenceProbe(probe_timeout)
+        self.events = RuntimeEventsService(
+            self.lifecycle, self.registry, StallWatch(60), "instance", retained
+        )
+        self.reported: list[pb.HealthState.ValueType] = []
+        """What grpc.health.v1 was told."""
         self.channel: aio.Channel
+        self.target: str
 
     def make_ready(self) -> None:
         """The model has loaded."""
         self.lifecycle.ready(
             Serving(
                 cast("Any", self.engine),
-                pb.EngineInfo(engine_name="scripted"),
+                pb.EngineInfo(engine_name="scripted", instance_id="instance"),
                 pb.ModelInfo(served_model_name="model"),
                 has_chat_template=False,
             )
@@ -245,25 +267,38 @@ class Service:
         generate = GenerateService(
             self.lifecycle, self.registry, RequestLimits(max_sequences=4), StallWatch(60)
         )
+        drains = Drains(self.lifecycle, self.registry, self._report)
+        drain = DrainService(self.lifecycle, drains, StallWatch(60))
         return {
             "Generate": generate.generate,
             "GetEngineInfo": discovery.engine_info,
             "GetModelInfo": discovery.model_info,
             "Health": control.health,
             "Abort": control.abort,
+            "Drain": drain.drain,
+            "GetLoad": LoadService(self.lifecycle).load,
+            "SubscribeRuntimeEvents": self.events.subscribe,
         }
+
+    async def _report(self) -> None:
+        self.reported.append(self.lifecycle.state)
 
     def generate(
         self, request: pb.GenerateRequest
     ) -> aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
         """Call Generate."""
-        method: aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
-        method = self.channel.unary_stream(
-            f"/{pb.SERVICE.full_name}/Generate",
-            pb.GenerateRequest.SerializeToString,
-            pb.GenerateResponse.FromString,
-        )
-        return method(request, timeout=60)
+        return OpenEngineStub(self.channel).Generate(request, timeout=60)
+
+    def subscribe(
+        self, *types: pb.RuntimeEventType.ValueType
+    ) -> aio.UnaryStreamCall[pb.SubscribeRuntimeEventsRequest, pb.SubscribeRuntimeEventsResponse]:
+        """Call SubscribeRuntimeEvents."""
+        message = pb.SubscribeRuntimeEventsRequest(types=types)
+        return OpenEngineStub(self.channel).SubscribeRuntimeEvents(message, timeout=60)
+
+    def drain(self, **fields: Any) -> aio.UnaryStreamCall[pb.DrainRequest, pb.DrainResponse]:
+        """Call Drain."""
+        return OpenEngineStub(self.channel).Drain(pb.DrainRequest(**fields), timeout=60)
 
     async def call(self, name: str, request: Any) -> Any:
         """Call a unary RPC."""
@@ -272,6 +307,7 @@ class Service:
             "Abort": pb.AbortResponse.FromString,
             "GetEngineInfo": pb.EngineInfo.FromString,
             "GetModelInfo": pb.ModelInfo.FromString,
+            "GetLoad": pb.LoadInfo.FromString,
         }
         method = self.channel.unary_unary(
             f"/{pb.SERVICE.full_name}/{name}",
@@ -296,22 +332,48 @@ async def serve(*, ready: bool = True, **settings: Any) -> AsyncIterator[Service
     service = Service(**settings)
     if ready:
         service.make_ready()
-    async with serve_handlers(service.handlers()) as service.channel:
+    async with (
+        _listening(service.handlers()) as service.target,
+        aio.insecure_channel(service.target) as service.channel,
+    ):
         yield service
 
 
 @asynccontextmanager
 async def serve_handlers(handlers: dict[str, Handler]) -> AsyncIterator[aio.Channel]:
     """A channel to these handlers of the service."""
+    async with _listening(handlers) as target, aio.insecure_channel(target) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def _listening(handlers: dict[str, Handler]) -> AsyncIterator[str]:
     server = aio.server()
     server.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+def scheduler_stats(**fields: Any) -> SchedulerStats:
+    """What vLLM's scheduler says after a step; ``prefill`` and ``decode`` are batch sizes."""
+    stats = SchedulerStats(prefix_cache_stats=PrefixCacheStats(**fields.pop("cache", {})))
+    if "prefill" in fields or "decode" in fields:
+        prefill, decode = fields.pop("prefill", 0), fields.pop("decode", 0)
+        stats.iteration_details = SchedulerIterationDetails(
+            iteration_index=fields.pop("iteration", 0),
+            num_ctx_requests=prefill,
+            num_ctx_tokens=10 * prefill,
+            num_generation_requests=decode,
+            num_generation_tokens=decode,
+            elapsed_ms=2.5,
+        )
+    for name, value in fields.items():
+        setattr(stats, name, value)
+    return stats
 
 
 def request(request_id: str = "r", **fields: Any) -> pb.GenerateRequest:

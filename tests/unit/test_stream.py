@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput, StopRules
 from openengine_vllm.engine.pieces import Pieces
+from openengine_vllm.engine.stats import Progress
 from openengine_vllm.engine.stops import StopAutomaton
-from openengine_vllm.engine.stream import GenerationStream, Progress, RunningSequence
+from openengine_vllm.engine.stream import GenerationStream, RunningSequence
 from openengine_vllm.engine.token_information import NO_INFORMATION, TokenInformation
 from openengine_vllm.limits import MIB
 from openengine_vllm.protocol import v1 as pb

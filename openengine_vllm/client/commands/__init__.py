@@ -55,6 +55,10 @@ class Command:
 COMMANDS: Final[dict[str, Command]] = {
     "generate": Command("generate text from a prompt or a chat message", f"{__name__}.generate"),
     "health": Command("tell whether an engine is ready", f"{__name__}.health"),
+    "load": Command("show how busy an engine is", f"{__name__}.load"),
+    "events": Command("print an engine's runtime events", f"{__name__}.events"),
+    "abort": Command("end a request, or all", f"{__name__}.abort"),
+    "drain": Command("have an engine finish what runs", f"{__name__}.drain"),
     "demo-model": Command("make the folder of the demo model", "openengine_vllm.demo_model"),
     "info": Command("show an engine and its models", f"{__name__}.info"),
 }

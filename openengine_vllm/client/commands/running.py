@@ -49,7 +49,7 @@ def add_connection_arguments(
     )
     group.add_argument(
         "--timeout",
-        type=_positive_seconds,
+        type=positive_seconds,
         default=timeout,
         metavar="SECONDS",
         help="deadline of the RPC " + ("(default: %(default)g)" if timeout else "(default: none)"),
@@ -179,7 +179,8 @@ def _read(path: Path | None) -> bytes | None:
         raise UsageError(f"{path}: {error.strerror}") from error
 
 
-def _positive_seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
+    """An option's value in seconds."""
     seconds = float(text)
     if not seconds > 0:
         raise argparse.ArgumentTypeError("must be greater than 0")
