@@ -187,7 +187,7 @@ def _prompt(request: pb.GenerateRequest, model: ModelFacts) -> tuple[str | None,
             raise rejected("prompt", "must not be empty")
         return request.prompt, None
     if kind == "token_ids":
-        ids = list(request.token_ids.ids)
+        ids = request.token_ids.ids[:]
         check_prompt_length(len(ids), 0, "token_ids.ids", model)
         check_token_ids(ids, "token_ids.ids", model)
         return None, ids

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST_PENDING_BYTES = 32 * 1024 * 1024
 """Scores of one request that may wait for a client that reads too slowly."""
+_ROW_OVERHEAD = 320
+"""Bytes of the objects around one row's numbers, which are most of it with few candidates."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +41,8 @@ class ScoreRow:
 
     @property
     def size(self) -> int:
-        """Bytes of the arrays."""
-        return self.token_ids.nbytes + self.logprobs.nbytes
+        """Bytes that it takes in memory."""
+        return self.token_ids.nbytes + self.logprobs.nbytes + _ROW_OVERHEAD
 
 
 class PendingScores:
