@@ -183,9 +183,10 @@ def _prompt(request: pb.GenerateRequest, model: ModelFacts) -> tuple[str | None,
     if kind == "prompt":
         if not model.has_tokenizer:
             raise unsupported("prompt", "needs a tokenizer; this engine takes token_ids only")
-        if not request.prompt:
+        prompt = request.prompt  # decoded at each access
+        if not prompt:
             raise rejected("prompt", "must not be empty")
-        return request.prompt, None
+        return prompt, None
     if kind == "token_ids":
         ids = request.token_ids.ids[:]
         check_prompt_length(len(ids), 0, "token_ids.ids", model)

@@ -52,18 +52,19 @@ class PendingScores:
         on_overflow: runs once, when they pass ``MOST_PENDING_BYTES``.
     """
 
-    __slots__ = ("_bytes", "_on_overflow", "_told")
+    __slots__ = ("_bytes", "_on_overflow", "overflowed")
 
     def __init__(self, on_overflow: Callable[[], None]) -> None:
         self._on_overflow = on_overflow
         self._bytes = 0
-        self._told = False
+        self.overflowed = False
+        """Whether they have ever passed the limit."""
 
     def add(self, row: ScoreRow) -> None:
         """The engine has made a row."""
         self._bytes += row.size
-        if self._bytes > MOST_PENDING_BYTES and not self._told:
-            self._told = True
+        if self._bytes > MOST_PENDING_BYTES and not self.overflowed:
+            self.overflowed = True
             self._on_overflow()
 
     def remove(self, rows: Iterable[ScoreRow]) -> None:

@@ -143,9 +143,7 @@ def check_prompt_information(
             path, f"is {wanted.prompt_start}; allowed is 0 to {len(prompt_ids) - 1} for this prompt"
         )
     positions = len(prompt_ids) - wanted.prompt_start
-    own = positions * _RECORD_OVERHEAD + sum(
-        model.pieces.size(token_id) for token_id in prompt_ids[wanted.prompt_start :]
-    )
+    own = positions * _RECORD_OVERHEAD + model.pieces.total_size(prompt_ids[wanted.prompt_start :])
     size = _EVENT_OVERHEAD + own + positions * _candidates_size(wanted.prompt_candidates, model)
     if size > most_bytes:
         at_fault = "prompt_candidates" if wanted.prompt_candidates else "return_prompt_logprobs"
