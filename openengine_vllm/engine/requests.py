@@ -188,8 +188,8 @@ def _prompt(request: pb.GenerateRequest, model: ModelFacts) -> tuple[str | None,
             raise rejected("prompt", "must not be empty")
         return prompt, None
     if kind == "token_ids":
+        check_prompt_length(len(request.token_ids.ids), 0, "token_ids.ids", model)
         ids = request.token_ids.ids[:]
-        check_prompt_length(len(ids), 0, "token_ids.ids", model)
         check_token_ids(ids, "token_ids.ids", model)
         return None, ids
     raise rejected("input", "is required: set prompt or token_ids")

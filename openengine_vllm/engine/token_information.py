@@ -206,11 +206,12 @@ def _candidates(
         return Candidates(mode, selection.top_n)
     if mode == ALL:
         return Candidates(mode, model.vocab_size)
-    ids = tuple(selection.token_ids.ids)
-    if not 1 <= len(ids) <= MOST_LISTED_IDS:
+    count = len(selection.token_ids.ids)
+    if not 1 <= count <= MOST_LISTED_IDS:
         raise rejected(
-            f"{path}.token_ids.ids", f"has {len(ids)} entries; allowed are 1 to {MOST_LISTED_IDS}"
+            f"{path}.token_ids.ids", f"has {count} entries; allowed are 1 to {MOST_LISTED_IDS}"
         )
+    ids = tuple(selection.token_ids.ids)
     check_token_ids(ids, f"{path}.token_ids.ids", model)
     return Candidates(mode, len(ids), ids)
 

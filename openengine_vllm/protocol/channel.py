@@ -38,6 +38,8 @@ CLIENT_MAX_RECONNECT_BACKOFF_SECONDS: Final = 5.0
 """Longest pause between two attempts to connect, so that a client which waits for a server to
 load its model is there soon after; gRPC's own pause grows to two minutes."""
 
+_MOST_PENDING_CALLS: Final = 2**31 - 1
+
 Options = list[tuple[str, int]]
 
 
@@ -63,6 +65,9 @@ def server_options(
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", max_send_bytes),
         ("grpc.max_concurrent_streams", max_concurrent_streams),
+        # gRPC cancels calls at random once 1,000 wait for the event loop to take them.
+        ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
         ("grpc.http2.max_ping_strikes", 0),
         *_metadata(max_metadata_bytes),
         *_keepalive(keepalive_seconds, keepalive_timeout_seconds),

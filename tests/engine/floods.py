@@ -27,6 +27,12 @@ class Flood:
     field: str | None
     code: pb.ErrorCode.ValueType = pb.ERROR_CODE_INVALID_ARGUMENT
 
+    def messages(self) -> Iterator[bytes]:
+        """The requests; those that can be read have ids of their own."""
+        for number in range(self.count):
+            own = pb.GenerateRequest(request_id=f"{self.name}-{number}").SerializeToString()
+            yield self.data if self.field in (None, "request_id") else self.data + own
+
 
 def _flood(
     name: str,
