@@ -90,7 +90,7 @@ async def frontend(name: str, setup: Setup) -> AsyncIterator[Running]:
             server = await stack.enter_async_context(
                 child("openengine-server", _openengine_command(setup), setup.logs)
             )
-            where = ["--grpc", await _announced(server, setup.start_timeout)]
+            where = ["--grpc", await announced(server, setup.start_timeout)]
         driver = await stack.enter_async_context(
             child("driver", _driver_command(setup, where), setup.logs)
         )
@@ -138,7 +138,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def _announced(server: Child, timeout_seconds: float) -> str:
+async def announced(server: Child, timeout_seconds: float) -> str:
     """The address in the server's ready line."""
     line = await server.read_line(timeout_seconds)
     found = re.search(r"\bgrpc=(\S+)", line)

@@ -42,7 +42,7 @@ def _medians(figures: Sequence[Figures]) -> str:
         "RSS idle / peak, MiB",
         "messages per token",
     )
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _median_row(name: str, concurrency: int, passes: Sequence[Figures]) -> list[str]:
@@ -118,7 +118,7 @@ def _rounds(figures: Sequence[Figures]) -> str:
         "cores of the frontend",
         "cores of the reader",
     )
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _spread(values: Sequence[float], digits: int = 1) -> str:
@@ -129,7 +129,8 @@ def _spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

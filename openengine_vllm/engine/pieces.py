@@ -31,6 +31,11 @@ class Pieces:
         """The most bytes of UTF-8 that a token adds to a text, incomplete characters included."""
         return self._sizes[token_id] if token_id < len(self._sizes) else 0
 
+    def total_size(self, token_ids: Iterable[int]) -> int:
+        """The sizes of many tokens together."""
+        sizes, known = self._sizes, len(self._sizes)
+        return sum([sizes[token_id] for token_id in token_ids if token_id < known])
+
     def longest(self, count: int) -> int:
         """The sizes of the ``count`` longest tokens together."""
         sums = self._sums

@@ -183,12 +183,13 @@ def _prompt(request: pb.GenerateRequest, model: ModelFacts) -> tuple[str | None,
     if kind == "prompt":
         if not model.has_tokenizer:
             raise unsupported("prompt", "needs a tokenizer; this engine takes token_ids only")
-        if not request.prompt:
+        prompt = request.prompt  # decoded at each access
+        if not prompt:
             raise rejected("prompt", "must not be empty")
-        return request.prompt, None
+        return prompt, None
     if kind == "token_ids":
-        ids = list(request.token_ids.ids)
-        check_prompt_length(len(ids), 0, "token_ids.ids", model)
+        check_prompt_length(len(request.token_ids.ids), 0, "token_ids.ids", model)
+        ids = request.token_ids.ids[:]
         check_token_ids(ids, "token_ids.ids", model)
         return None, ids
     raise rejected("input", "is required: set prompt or token_ids")

@@ -28,6 +28,7 @@ from openengine_vllm.engine.guide_checker import CheckedGuide, GuideChecker
 from openengine_vllm.engine.guide_params import CheckedSamplingParams, guide_params
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
+from openengine_vllm.engine.pause import Pause
 from openengine_vllm.engine.reasoning import reasoning_counter
 from openengine_vllm.engine.requests import (
     GenerationPlan,
@@ -179,11 +180,15 @@ class Engine:
                 stream.end(EndReason.SLOW_CLIENT)
 
         pending = PendingScores(on_overflow)
+        pause = Pause()
+        sequences: list[RunningSequence] = []
         try:
-            sequences = [
-                await self._start(request, index, engine_id, guide, trace_headers, pending)
-                for index, engine_id in enumerate(ids)
-            ]
+            for index, engine_id in enumerate(ids):
+                # vLLM checks and serialises the whole prompt for each of them.
+                await pause.if_due()
+                sequences.append(
+                    await self._start(request, index, engine_id, guide, trace_headers, pending)
+                )
         except BaseException as error:
             self.abort(ids)
             if isinstance(error, Exception):
@@ -197,6 +202,8 @@ class Engine:
 
         stream = self._stream(request, sequences, on_close)
         self._streams.add(stream)
+        if pending.overflowed:
+            on_overflow()
         return stream
 
     def unstarted(self, request: PreparedRequest) -> GenerationStream:

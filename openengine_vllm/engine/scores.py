@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST_PENDING_BYTES = 32 * 1024 * 1024
 """Scores of one request that may wait for a client that reads too slowly."""
+_ROW_OVERHEAD = 320
+"""Bytes of the objects around one row's numbers, which are most of it with few candidates."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,8 +41,8 @@ class ScoreRow:
 
     @property
     def size(self) -> int:
-        """Bytes of the arrays."""
-        return self.token_ids.nbytes + self.logprobs.nbytes
+        """Bytes that it takes in memory."""
+        return self.token_ids.nbytes + self.logprobs.nbytes + _ROW_OVERHEAD
 
 
 class PendingScores:
@@ -50,18 +52,19 @@ class PendingScores:
         on_overflow: runs once, when they pass ``MOST_PENDING_BYTES``.
     """
 
-    __slots__ = ("_bytes", "_on_overflow", "_told")
+    __slots__ = ("_bytes", "_on_overflow", "overflowed")
 
     def __init__(self, on_overflow: Callable[[], None]) -> None:
         self._on_overflow = on_overflow
         self._bytes = 0
-        self._told = False
+        self.overflowed = False
+        """Whether they have ever passed the limit."""
 
     def add(self, row: ScoreRow) -> None:
         """The engine has made a row."""
         self._bytes += row.size
-        if self._bytes > MOST_PENDING_BYTES and not self._told:
-            self._told = True
+        if self._bytes > MOST_PENDING_BYTES and not self.overflowed:
+            self.overflowed = True
             self._on_overflow()
 
     def remove(self, rows: Iterable[ScoreRow]) -> None:

@@ -143,9 +143,7 @@ def check_prompt_information(
             path, f"is {wanted.prompt_start}; allowed is 0 to {len(prompt_ids) - 1} for this prompt"
         )
     positions = len(prompt_ids) - wanted.prompt_start
-    own = positions * _RECORD_OVERHEAD + sum(
-        model.pieces.size(token_id) for token_id in prompt_ids[wanted.prompt_start :]
-    )
+    own = positions * _RECORD_OVERHEAD + model.pieces.total_size(prompt_ids[wanted.prompt_start :])
     size = _EVENT_OVERHEAD + own + positions * _candidates_size(wanted.prompt_candidates, model)
     if size > most_bytes:
         at_fault = "prompt_candidates" if wanted.prompt_candidates else "return_prompt_logprobs"
@@ -208,11 +206,12 @@ def _candidates(
         return Candidates(mode, selection.top_n)
     if mode == ALL:
         return Candidates(mode, model.vocab_size)
-    ids = tuple(selection.token_ids.ids)
-    if not 1 <= len(ids) <= MOST_LISTED_IDS:
+    count = len(selection.token_ids.ids)
+    if not 1 <= count <= MOST_LISTED_IDS:
         raise rejected(
-            f"{path}.token_ids.ids", f"has {len(ids)} entries; allowed are 1 to {MOST_LISTED_IDS}"
+            f"{path}.token_ids.ids", f"has {count} entries; allowed are 1 to {MOST_LISTED_IDS}"
         )
+    ids = tuple(selection.token_ids.ids)
     check_token_ids(ids, f"{path}.token_ids.ids", model)
     return Candidates(mode, len(ids), ids)
 

@@ -46,6 +46,8 @@ CLIENT_MAX_RECONNECT_BACKOFF_SECONDS: Final = 5.0
 """Longest pause between two attempts to connect, so that a client which waits for a server to
 load its model is there soon after; gRPC's own pause grows to two minutes."""
 
+_MOST_PENDING_CALLS: Final = 2**31 - 1
+
 Options = list[tuple[str, int]]
 
 
@@ -76,6 +78,9 @@ def server_options(
         ("grpc.max_concurrent_streams", max_concurrent_streams),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", _milliseconds(handshake_seconds)),
+        # gRPC cancels calls at random once 1,000 wait for the event loop to take them.
+        ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
         ("grpc.http2.max_ping_strikes", 0),
         *_metadata(max_metadata_bytes),
         *_keepalive(keepalive_seconds, keepalive_timeout_seconds),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from grpc import StatusCode
 
+from openengine_vllm import limits
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.call_metadata import CallMetadata
 from openengine_vllm.protocol.errors import OpenEngineError, internal
@@ -186,6 +187,8 @@ def logged_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     """A request's metadata map as log fields: JSON of the entries that there is room for."""
     if not metadata:
         return {}
+    if len(metadata) > limits.MAX_METADATA_ENTRIES:  # refused, and too many to look at
+        return {"metadata_left_out": len(metadata)}
     shown: dict[str, str] = {}
     size = 2
     for key in sorted(metadata):

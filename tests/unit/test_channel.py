@@ -360,6 +360,15 @@ async def ends(port: int) -> bool:
     return True
 
 
+async def test_no_call_of_a_burst_is_lost_before_the_server_sees_it() -> None:
+    async with (
+        serving(server_options()) as (port, _),
+        connected(port, client_options()) as call,
+    ):
+        burst = [call("Echo")(b"") for _ in range(4000)]  # gRPC's own limits are 1000 and 3000
+        assert {await status_of(one) for one in burst} == {StatusCode.OK}
+
+
 async def test_a_port_in_use_cannot_be_bound() -> None:
     async with serving(server_options()) as (port, _):
         server = aio.server(options=server_options())

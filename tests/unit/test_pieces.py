@@ -108,6 +108,7 @@ def test_no_tokenizer() -> None:
 
     assert found[0] == ""
     assert found.size(0) == 0
+    assert found.total_size([0, 1]) == 0
     assert found.longest(5) == 0
 
 
@@ -125,6 +126,7 @@ def test_without_a_plain_letter_in_front_of_it() -> None:
 def test_longest_is_the_sum_of_the_largest_sizes(texts: list[str], count: int) -> None:
     found = Pieces(texts)
     sizes = [found.size(index) for index in range(len(texts))]
+    assert found.total_size([*range(len(texts) + 2), 0]) == sum(sizes) + found.size(0)
 
     assert found.longest(count) == sum(sorted(sizes, reverse=True)[:count])
     for text, size in zip(texts, sizes, strict=True):

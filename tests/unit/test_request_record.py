@@ -10,6 +10,7 @@ import pytest
 from grpc import StatusCode, aio
 from structlog.testing import capture_logs
 
+from openengine_vllm.limits import MAX_METADATA_ENTRIES
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.registry import EndReason
@@ -167,3 +168,9 @@ def test_logged_metadata_is_bounded_json() -> None:
     shown = json.loads(fields["metadata"])
     assert len(fields["metadata"]) <= MAX_LOGGED_METADATA
     assert 0 < len(shown) == 64 - fields["metadata_left_out"]
+
+
+def test_more_metadata_than_is_allowed_is_only_counted() -> None:
+    """Sorting a million entries for the log would stop every stream for a second."""
+    entries = {str(number): "" for number in range(MAX_METADATA_ENTRIES + 1)}
+    assert logged_metadata(entries) == {"metadata_left_out": MAX_METADATA_ENTRIES + 1}

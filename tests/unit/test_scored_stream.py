@@ -290,7 +290,7 @@ async def test_what_fails_in_the_worker_is_one_internal_error() -> None:
 
 
 async def test_too_much_that_waits_ends_with_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 3 * 8)
+    monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 3 * score(97, 1).size)
     request = Request(wanted=SCORES)
     collector = request.collectors[0]
     collector.pending = PendingScores(lambda: request.stream.end(EndReason.SLOW_CLIENT))

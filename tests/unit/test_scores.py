@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -95,7 +96,7 @@ class TestRows:
         assert own_ids(rows) == [1, 2, 3]
 
     def test_what_waits_is_counted_over_all_outputs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 4 * 8)
+        monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 4 * row(0).size)
         told: list[None] = []
         pending = PendingScores(lambda: told.append(None))
         one, other = ScoreRows(pending), ScoreRows(pending)
@@ -110,6 +111,16 @@ class TestRows:
         other.append(row(3))
         other.append(row(4))
         assert told == [None]
+
+    @pytest.mark.parametrize("candidates", [0, 20, 1023])
+    def test_size_is_what_a_row_takes(self, candidates: int) -> None:
+        tracemalloc.start()
+        try:
+            rows = [row(1000, candidates) for _ in range(1000)]
+            taken, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert sum(one.size for one in rows) == pytest.approx(taken, rel=0.2)
 
 
 class TestPromptScores:
@@ -274,7 +285,7 @@ class TestThroughVllm:
     async def test_a_merge_that_grows_too_large_is_told(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 3 * 8)
+        monkeypatch.setattr(scores, "MOST_PENDING_BYTES", 3 * row(0).size)
         told: list[None] = []
         pipeline = Pipeline(0, on_overflow=lambda: told.append(None))
         for token_id in range(3):
