@@ -47,6 +47,12 @@ async def test_random_request_equals_vllm_and_transformers(
     answer = random_reference["answers"][case.name]
     request = message(case, tiny_tokenizer, answer["options"])
     generation = await scored.send(request)
+    if any(output["finish_reason"] == "error" for output in answer["outputs"]):
+        # vLLM masks stop ids under a guide; where the guide needs one of them, nothing is left.
+        assert request.HasField("guided")
+        assert generation.error is not None
+        assert generation.error.code == pb.ERROR_CODE_INTERNAL
+        return
     assert generation.error is None
     assert generation.usage is not None
     assert generation.usage.prompt_tokens == len(answer["prompt_ids"])
