@@ -38,7 +38,7 @@ class LiveServer:
 async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
     """A server with these flags, on a free port, until the context ends."""
     live = LiveServer()
-    live.engine.dead = False  # type: ignore[attr-defined]
+    live.engine.dead = False
     live.engine.shutdown = lambda: None  # type: ignore[attr-defined]
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

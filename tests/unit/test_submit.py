@@ -15,6 +15,7 @@ from openengine_vllm.engine.pause import Pause
 from openengine_vllm.engine.requests import PreparedRequest, plan_generation
 from openengine_vllm.engine.runtime import Engine
 from openengine_vllm.engine.scores import MOST_PENDING_BYTES, PendingScores
+from openengine_vllm.engine.stats import EngineStats
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import v1 as pb
 from tests.unit.scripted_engine import FACTS, Letters
@@ -61,7 +62,9 @@ def prepared(**response: Any) -> PreparedRequest:
 
 
 def engine(llm: Llm) -> Engine:
-    return Engine(cast("Any", llm), FACTS, cast("Any", Letters()), cast("Any", None), 4096)
+    return Engine(
+        cast("Any", llm), FACTS, cast("Any", Letters()), cast("Any", None), 4096, EngineStats()
+    )
 
 
 @pytest.fixture
