@@ -133,7 +133,7 @@ async def is_live(peer: Peer, request_id: str) -> bool:
 async def hold(peer: Peer, request: pb.GenerateRequest) -> aio.UnaryStreamCall[Any, Any]:
     """A call of which the first event has been read, and nothing since."""
     call = peer.stub.Generate(request)
-    first = await call.read()
+    first = await anext(aiter(call))
     assert isinstance(first, pb.GenerateResponse)
     assert first.HasField("token")
     return call
