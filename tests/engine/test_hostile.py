@@ -214,7 +214,7 @@ async def test_scores_that_nobody_reads_are_bounded(peer: Peer) -> None:
 
 
 async def test_floods_are_refused_while_streams_and_health_go_on(peer: Peer) -> None:
-    tokens = 1000
+    tokens = 300
     quiet = await Bystanders(peer, tokens).token_ids()
     for flood in floods():
         beside = await Bystanders(peer, tokens).begun()
