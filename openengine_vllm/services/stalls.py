@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+import grpc
+
 from openengine_vllm.services.handlers import Context
 
 _LOOKS_PER_TIMEOUT = 10
@@ -63,10 +65,19 @@ class StreamWriter:
         self.stalled = False
 
     async def write(self, messages: Iterable[bytes]) -> None:
-        """Send messages; waits while the client's buffers are full."""
+        """Send messages; waits while the client's buffers are full.
+
+        Raises:
+            CancelledError: the client has gone, or :attr:`stalled`.
+        """
         for message in messages:
             self.waiting_since = self._loop.time()
-            await self._context.write(message)
+            try:
+                await self._context.write(message)
+            except grpc.aio.InternalError:
+                # A call that ends in the middle of a write fails the write; gRPC cancels the
+                # task only after that.
+                raise asyncio.CancelledError from None
         self.waiting_since = None
 
     def give_up(self) -> None:
