@@ -66,14 +66,18 @@ async def channel(server: LiveServer) -> AsyncIterator[aio.Channel]:
         yield opened
 
 
+MALFORMED = b"\xff"
+"""A message that a handler refuses, if the call gets that far."""
+
+
 async def call(channel: aio.Channel, method: MethodDescriptor, metadata: Metadata) -> StatusCode:
     path = f"/{pb.SERVICE.full_name}/{method.name}"
     if method.server_streaming:
         streaming: aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
-        stream = streaming(b"", metadata=metadata, timeout=BOUND)
+        stream = streaming(MALFORMED, metadata=metadata, timeout=BOUND)
         return await stream.code()
     unary: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
-    return await unary(b"", metadata=metadata, timeout=BOUND).code()
+    return await unary(MALFORMED, metadata=metadata, timeout=BOUND).code()
 
 
 @pytest.mark.parametrize("metadata", WRONG.values(), ids=WRONG.keys())
