@@ -10,7 +10,9 @@ import contextlib
 import os
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 
@@ -19,27 +21,43 @@ from openengine_vllm.settings import ServerSettings
 _SOCKET_UMASK = 0o177
 _SOCKET_PATH_BYTES = 107
 
+AddPort: TypeAlias = Callable[[str], int]
+"""Opens an address and returns its port."""
+
 
 class BindError(Exception):
     """The address cannot be served; the message says why."""
 
 
-def bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
+def bind(
+    server: grpc.aio.Server,
+    settings: ServerSettings,
+    credentials: grpc.ServerCredentials | None = None,
+) -> str:
     """Bind the server to its address and return it as clients dial it.
+
+    Args:
+        credentials: for TLS; plaintext without.
 
     Raises:
         BindError: with the reason.
     """
+
+    def add_port(address: str) -> int:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+
     if settings.uds is not None:
-        return _bind_uds(server, Path(settings.uds))
-    return _bind_tcp(server, settings.host, settings.port)
+        return _bind_uds(add_port, Path(settings.uds))
+    return _bind_tcp(add_port, settings.host, settings.port)
 
 
-def _bind_tcp(server: grpc.aio.Server, host: str, port: int) -> str:
+def _bind_tcp(add_port: AddPort, host: str, port: int) -> str:
     shown = f"[{host}]" if ":" in host else host
     _try_tcp(host, port, shown)
     try:
-        bound = server.add_insecure_port(f"{shown}:{port}")
+        bound = add_port(f"{shown}:{port}")
     except RuntimeError as error:
         raise BindError(f"cannot listen on {shown}:{port}: {error}") from error
     return f"{shown}:{bound}"
@@ -60,11 +78,11 @@ def _try_tcp(host: str, port: int, shown: str) -> None:
         raise BindError(f"cannot listen on {shown}:{port}: {reason}") from error
 
 
-def _bind_uds(server: grpc.aio.Server, path: Path) -> str:
+def _bind_uds(add_port: AddPort, path: Path) -> str:
     _clear_stale_socket(path)
     old = os.umask(_SOCKET_UMASK)
     try:
-        server.add_insecure_port(f"unix:{path}")
+        add_port(f"unix:{path}")
     except RuntimeError as error:
         raise BindError(f"cannot listen on unix:{path}: {error}") from error
     finally:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from openengine_vllm import __version__
+from openengine_vllm.api_keys import API_KEY_VARIABLE
 from openengine_vllm.settings import (
     DEFAULT_PORT,
     DEMO_MODEL,
@@ -135,6 +136,8 @@ _NO_VLLM = "vLLM is not installed here: pip install 'openengine-vllm[vllm]'"
 def _serve(arguments: list[str]) -> int:
     arguments = _normalise(arguments)
     settings = _parse(arguments)
+    # The engine's processes have no use for it.
+    os.environ.pop(API_KEY_VARIABLE, None)
     if vllm_version() is None:
         return _fail(_NO_VLLM)
     announce = _take_over_stdout()
@@ -173,7 +176,10 @@ def _parse(arguments: list[str]) -> ServerSettings:
         parser.error(f"--model is required; --model {DEMO_MODEL} serves a small model to try")
     if str(model).startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         parser.error(f"--model {model}: no such folder")
-    return server_settings(given)
+    try:
+        return server_settings(given, os.environ)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _config_flags(parser: argparse.ArgumentParser, values: dict[str, Any]) -> list[str]:
@@ -186,7 +192,12 @@ def _config_flags(parser: argparse.ArgumentParser, values: dict[str, Any]) -> li
             continue
         flag, value = "--" + name.replace("_", "-"), values[name]
         switch = isinstance(action, argparse.BooleanOptionalAction)
-        if switch and isinstance(value, bool):
+        if name == "api_key":
+            keys = value if isinstance(value, list) else [value]
+            if not all(isinstance(key, str) for key in keys):
+                parser.error("--config: api_key has to be text, or a list of texts: quote them")
+            flags += [flag, *keys]
+        elif switch and isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag.removeprefix("--"))
         elif isinstance(value, str | int | float) and not isinstance(value, bool):
             flags.append(f"{flag}={value}")
@@ -219,8 +230,9 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
     from openengine_vllm.binding import BindError
     from openengine_vllm.orphan_guard import OrphanGuard
     from openengine_vllm.server import Server, StartError
+    from openengine_vllm.tls import TlsError
 
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
 
     def load(instance_id: str) -> Serving:
         from openengine_vllm.loading import load_engine
@@ -242,7 +254,8 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
             f"openengine ready grpc={address} model={info.supported_models[0]} "
             f"role=aggregated instance={info.instance_id}"
         )
-        announce("try: " + _next_command(address, serving.has_chat_template))
+        tls = settings.tls is not None
+        announce("try: " + _next_command(address, serving.has_chat_template, tls))
 
     async def serve() -> int:
         return await Server(settings, load, on_ready).run()
@@ -250,7 +263,7 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
     try:
         with OrphanGuard(_scratch_folder()):
             status = uvloop.run(serve())
-    except BindError as error:
+    except (BindError, TlsError) as error:
         return _fail(str(error))
     except StartError as error:
         status = _fail(str(error), error.code)
@@ -286,7 +299,7 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _next_command(address: str, chat: bool) -> str:
+def _next_command(address: str, chat: bool, tls: bool) -> str:
     script = shutil.which(PROG)
     if script and "TOX_ENV_NAME" not in os.environ:
         program = PROG
@@ -296,6 +309,8 @@ def _next_command(address: str, chat: bool) -> str:
             path = path.relative_to(Path.cwd())
         program = str(path)
     target = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --target {address}"
+    if tls:
+        target += " --tls"
     prompt = '--chat "What is the capital of France?"' if chat else '"Once upon a time"'
     return f"{program} generate{target} {prompt}"
 

@@ -27,6 +27,7 @@ from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import server_options
 from openengine_vllm.protocol.revision import SERVICE_NAME
 from openengine_vllm.registry import EndReason, RequestRegistry
+from openengine_vllm.services.authentication import Services
 from openengine_vllm.services.control import ControlService
 from openengine_vllm.services.discovery import DiscoveryService
 from openengine_vllm.services.generate import GenerateService
@@ -35,6 +36,7 @@ from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.reflection import add_reflection
 from openengine_vllm.services.stalls import StallWatch
 from openengine_vllm.settings import ServerSettings
+from openengine_vllm.tls import server_credentials
 
 _log = structlog.get_logger(__name__)
 
@@ -87,15 +89,24 @@ class Server:
         """Serve until told to stop or until the engine dies; returns the exit status.
 
         Raises:
+            TlsError: the certificate cannot be served.
             BindError: the address cannot be served.
             StartError: the engine cannot be started.
         """
+        settings = self._settings
         grpc_server = self._build()
-        address = bind(grpc_server, self._settings)
+        credentials = None if settings.tls is None else server_credentials(settings.tls)
+        address = bind(grpc_server, settings, credentials)
         await self._report_health()
         await grpc_server.start()
-        _log.info("listening", address=address, instance=self._instance_id)
-        if not self._settings.loopback:
+        _log.info(
+            "listening",
+            address=address,
+            tls=settings.tls is not None,
+            api_keys=len(settings.api_keys),
+            instance=self._instance_id,
+        )
+        if not (settings.loopback or settings.authenticates):
             _log.warning("anyone who can reach the address can use the engine", address=address)
         watching = asyncio.ensure_future(self._stalls.run())
         with self._signals():
@@ -111,6 +122,8 @@ class Server:
             options=server_options(
                 max_receive_bytes=settings.max_request_bytes,
                 max_send_bytes=settings.limits.max_response_bytes,
+                max_concurrent_streams=settings.max_connection_streams,
+                max_connections=settings.max_connections,
             )
         )
         generate = GenerateService(self.lifecycle, self.registry, settings.limits, self._stalls)
@@ -125,10 +138,12 @@ class Server:
             "Health": control.health,
             "Abort": control.abort,
         }
-        server.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        services = Services(settings.api_keys)
+        services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services.as_server())
         if settings.reflects:
-            add_reflection(server)
+            add_reflection(services.as_server())
+        server.add_generic_rpc_handlers((services,))
         return server
 
     async def _serve(self, address: str) -> int:

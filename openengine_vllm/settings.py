@@ -5,18 +5,39 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from openengine_vllm.api_keys import API_KEY_VARIABLE, ApiKeys, configured_keys
 from openengine_vllm.limits import MIB, RequestLimits
 
 DEMO_MODEL = "demo"
 """The value of ``--model`` that means the embedded demo model."""
 DEFAULT_PORT = 50051
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("logfmt", "json")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Where the server's certificate lives, and whose clients it takes; all are PEM."""
+
+    certificate: Path
+    """The certificate, then what leads to its root."""
+    key: Path
+    """Its private key, without a passphrase."""
+    client_ca: Path | None = None
+    """Authorities, one of which a client's certificate has to come from."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files."""
+        files = (self.certificate, self.key, self.client_ca)
+        return tuple(file for file in files if file is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +47,10 @@ class ServerSettings:
     host: str
     port: int
     uds: str | None
+    api_keys: ApiKeys
+    tls: TlsFiles | None
+    max_connections: int
+    max_connection_streams: int
     drain_timeout: float
     stall_timeout: float
     probe_timeout: float
@@ -35,6 +60,12 @@ class ServerSettings:
     reflection: str
     exit_on_engine_death: bool
     log_level: str
+    log_format: str
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether a caller has to show a key or a certificate."""
+        return bool(self.api_keys) or (self.tls is not None and self.tls.client_ca is not None)
 
     @property
     def loopback(self) -> bool:
@@ -72,6 +103,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="gRPC server reflection; auto: on where only this machine can connect (auto)",
     )
+    _add_security_arguments(parser)
     life = parser.add_argument_group("lifecycle", "starting, draining, dying")
     life.add_argument(
         "--drain-timeout",
@@ -136,14 +168,77 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         default="info",
         help="the server's own log on stderr; --log-level is vLLM's (info)",
     )
+    logs.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default="logfmt",
+        help="the server's own log as key=value pairs or as JSON, one line an event (logfmt)",
+    )
 
 
-def server_settings(namespace: argparse.Namespace) -> ServerSettings:
-    """The settings that these parsed flags mean."""
+def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
+    security = parser.add_argument_group("security", "who may connect, and how often")
+    security.add_argument(
+        "--api-key",
+        nargs="+",
+        metavar="KEY",
+        help="keys, one of which every call but grpc.health.v1 has to bring, as authorization: "
+        f"Bearer KEY; ps shows flags, so prefer the file or the environment ({API_KEY_VARIABLE})",
+    )
+    security.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="a file of such keys, one a line"
+    )
+    security.add_argument(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="serve with TLS and this certificate chain, PEM; replaced files are read again",
+    )
+    security.add_argument(
+        "--tls-key", type=Path, metavar="FILE", help="private key of the certificate, PEM"
+    )
+    security.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="let in only clients with a certificate of these authorities, PEM (mutual TLS)",
+    )
+    security.add_argument(
+        "--max-connections",
+        type=_positive,
+        default=1024,
+        metavar="N",
+        help="connections at once, those in their handshake included; more are closed (1024)",
+    )
+    security.add_argument(
+        "--max-connection-streams",
+        type=_positive,
+        default=16_384,
+        metavar="N",
+        help="open calls on one connection; clients hold back what is more (16384)",
+    )
+
+
+def server_settings(
+    namespace: argparse.Namespace, environment: Mapping[str, str]
+) -> ServerSettings:
+    """The settings that these parsed flags mean.
+
+    Args:
+        namespace: what :func:`add_server_arguments` declares.
+        environment: where an API key may be.
+
+    Raises:
+        ValueError: flags that do not go together, or a key that cannot be had.
+    """
     return ServerSettings(
         host=namespace.host,
         port=namespace.port,
         uds=namespace.uds,
+        api_keys=configured_keys(namespace.api_key, namespace.api_key_file, environment),
+        tls=_tls_files(namespace),
+        max_connections=namespace.max_connections,
+        max_connection_streams=namespace.max_connection_streams,
         drain_timeout=namespace.drain_timeout,
         stall_timeout=namespace.stall_timeout,
         probe_timeout=namespace.probe_timeout,
@@ -157,7 +252,19 @@ def server_settings(namespace: argparse.Namespace) -> ServerSettings:
         reflection=namespace.reflection,
         exit_on_engine_death=namespace.exit_on_engine_death,
         log_level=namespace.server_log_level,
+        log_format=namespace.log_format,
     )
+
+
+def _tls_files(namespace: argparse.Namespace) -> TlsFiles | None:
+    certificate, key, client_ca = namespace.tls_cert, namespace.tls_key, namespace.tls_client_ca
+    if (certificate is None) != (key is None):
+        raise ValueError("--tls-cert and --tls-key go together")
+    if certificate is None:
+        if client_ca is not None:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+        return None
+    return TlsFiles(certificate, key, client_ca)
 
 
 def config_values(path: Path) -> dict[str, Any]:

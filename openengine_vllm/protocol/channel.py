@@ -28,6 +28,14 @@ DEFAULT_MAX_CONCURRENT_STREAMS: Final = 16_384
 it bounds what a connection can cost and lies far above what admission lets in: whoever sends
 too much hears OVERLOADED."""
 
+DEFAULT_MAX_CONNECTIONS: Final = 1024
+"""Connections that a server holds, those in their handshake included; more are closed at once.
+Each one costs a file descriptor, and clients of this kind are few and keep theirs."""
+
+DEFAULT_HANDSHAKE_SECONDS: Final = 10.0
+"""How long a connection may take until HTTP/2 (and TLS) is set up; gRPC's own limit, 120 s, lets
+whoever opens connections and says nothing hold them for as long."""
+
 DEFAULT_KEEPALIVE_SECONDS: Final = 30.0
 """Silence on a connection after which a side asks the other for a sign of life."""
 
@@ -47,13 +55,16 @@ def server_options(
     max_send_bytes: int = UNLIMITED,
     max_metadata_bytes: int = DEFAULT_MAX_METADATA_BYTES,
     max_concurrent_streams: int = DEFAULT_MAX_CONCURRENT_STREAMS,
+    max_connections: int = DEFAULT_MAX_CONNECTIONS,
+    handshake_seconds: float = DEFAULT_HANDSHAKE_SECONDS,
     keepalive_seconds: float = DEFAULT_KEEPALIVE_SECONDS,
     keepalive_timeout_seconds: float = DEFAULT_KEEPALIVE_TIMEOUT_SECONDS,
 ) -> Options:
     """Arguments for `grpc.aio.server`.
 
     Requests over `max_receive_bytes` and responses over `max_send_bytes` end their call with
-    RESOURCE_EXHAUSTED; either may be `UNLIMITED`. Clients may ping as often as they like.
+    RESOURCE_EXHAUSTED; either may be `UNLIMITED`. A connection beyond `max_connections`, and one
+    that is not set up after `handshake_seconds`, is closed. Clients may ping as often as they like.
     A connection whose client has vanished is closed, and its calls are cancelled,
     `keepalive_seconds + keepalive_timeout_seconds` after it fell silent. A port that is in use
     can't be bound.
@@ -63,6 +74,8 @@ def server_options(
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", max_send_bytes),
         ("grpc.max_concurrent_streams", max_concurrent_streams),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(handshake_seconds)),
         ("grpc.http2.max_ping_strikes", 0),
         *_metadata(max_metadata_bytes),
         *_keepalive(keepalive_seconds, keepalive_timeout_seconds),

@@ -64,7 +64,7 @@ async def serve(*argv: str) -> AsyncIterator[Running]:
     """A running server with these flags of vLLM's, on a free port."""
     parser = argparse.ArgumentParser()
     add_server_arguments(parser)
-    settings = server_settings(parser.parse_args(["--port", "0"]))
+    settings = server_settings(parser.parse_args(["--port", "0"]), {})
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def load(instance_id: str) -> Serving:

@@ -20,6 +20,7 @@ from grpc import StatusCode, aio
 
 from openengine_vllm.protocol import channel as channel_module
 from openengine_vllm.protocol.channel import client_options, server_options
+from tests.support.certificates import self_signed
 
 Options = Sequence[tuple[str, Any]]
 Call = aio.UnaryUnaryMultiCallable[bytes, bytes]
@@ -315,6 +316,48 @@ async def test_calls_beyond_the_stream_limit_wait_in_the_client() -> None:
         assert await second == b"done"
         log = [line for line in recorder.log if line != "echo"]
         assert log == ["first began", "first ended", "second began", "second ended"]
+
+
+async def test_connections_beyond_the_limit_are_closed() -> None:
+    async with serving(server_options(max_connections=2)) as (port, _):
+        held = [await accepted(port) for _ in range(2)]
+        assert await ends(port)
+        held[0].close()
+        async with connected(port, client_options()) as call:
+            assert await call("Echo")(b"x", wait_for_ready=True, timeout=BOUND) == b"x"
+            assert not held[1].is_closing()
+        held[1].close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(tmp_path: Path) -> None:
+    options = server_options(max_connections=1, handshake_seconds=0.1)
+    async with serving(options) as (port, _):
+        assert await ends(port)
+    key, certificate = (file.read_bytes() for file in self_signed(tmp_path))
+    server = aio.server(options=options)
+    credentials = grpc.ssl_server_credentials([(key, certificate)])
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    assert await ends(port)
+    await server.stop(None)
+
+
+async def accepted(port: int) -> asyncio.StreamWriter:
+    """A connection on which the server has spoken HTTP/2."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(BOUND):
+        await reader.readexactly(9)
+    return writer
+
+
+async def ends(port: int) -> bool:
+    """Whether the server closes a connection that says nothing."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(BOUND):
+        with suppress(ConnectionError):
+            await reader.read()
+    writer.close()
+    return True
 
 
 async def test_a_port_in_use_cannot_be_bound() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from openengine_vllm import __version__, cli
+from openengine_vllm.api_keys import API_KEY_VARIABLE, ApiKeys
 from openengine_vllm.cli import main
 from openengine_vllm.client.commands import COMMANDS
 from openengine_vllm.settings import ServerSettings
@@ -229,6 +230,39 @@ class TestServe:
     def test_a_config_file_that_is_absent(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "No such file" in usage_error(capsys, "--model", "x", "--config", "no.yaml")
 
+    def test_keys_come_from_the_environment_and_stay_in_this_process(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(API_KEY_VARIABLE, "secret")
+
+        assert started("--model", "x").settings.api_keys == ApiKeys(["secret"])
+        assert API_KEY_VARIABLE not in os.environ
+
+    @pytest.mark.parametrize("content", ["api-key: one\n", "api_key: [one]\n"])
+    def test_keys_of_the_command_line_win_over_the_file(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "c.yaml").write_text(content)
+
+        run = started("--model", "x", "--config", "c.yaml")
+        assert run.settings.api_keys == ApiKeys(["one"])
+        run = started("--model", "x", "--config", "c.yaml", "--api-key", "two", "three")
+        assert run.settings.api_keys == ApiKeys(["two", "three"])
+
+    @pytest.mark.parametrize("content", ["api-key: 4711\n", "api-key: [a, 4711]\n"])
+    def test_a_wrong_key_of_the_file_is_not_shown(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+    ) -> None:
+        (tmp_path / "c.yaml").write_text(content)
+
+        says = usage_error(capsys, "--model", "x", "--config", "c.yaml")
+        assert "api_key has to be text" in says
+        assert "4711" not in says
+
+    def test_a_wrong_key_is_a_wrong_command_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        says = usage_error(capsys, "--model", "x", "--api-key", "with space")
+        assert "--api-key: an API key has to be" in says
+        assert "with space" not in says
+        assert "go together" in usage_error(capsys, "--model", "x", "--tls-key", "k")
+
     @pytest.mark.parametrize("model", ["/no/folder", "./folder", "../folder", "~/no/such/folder"])
     def test_a_folder_that_is_absent(self, capsys: pytest.CaptureFixture[str], model: str) -> None:
         assert "no such folder" in usage_error(capsys, "--model", model)
@@ -247,7 +281,9 @@ class TestServe:
 )
 @pytest.mark.parametrize(("chat", "prompt"), [(True, "--chat "), (False, '"Once upon a time"')])
 def test_the_next_command_can_be_pasted(address: str, target: str, chat: bool, prompt: str) -> None:
-    command = cli._next_command(address, chat)
+    command = cli._next_command(address, chat, tls=False)
+    assert "--tls" not in command
+    assert " --tls " in cli._next_command(address, chat, tls=True)
 
     assert " generate " in command
     assert target in command

@@ -19,7 +19,7 @@ from openengine_vllm.client.chat_template import load_chat_tokenizer
 from openengine_vllm.client.commands import COMMANDS
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
-from tests.support.certificates import self_signed
+from tests.support.certificates import Authority, self_signed
 from tests.support.chat import CHATML, write_tokenizer
 from tests.support.scripted import Context, ScriptedServer, scripted_server
 
@@ -458,6 +458,19 @@ async def test_the_target_and_the_key_from_the_environment(
     result = await run("health", "--api-key-file", str(file), environment=environment)
     assert result.code == 0
     assert server.metadata["authorization"] == "Bearer two"
+    file.write_text("\nthree\nfour\n")
+    assert (await run("health", "--api-key-file", str(file), environment=environment)).code == 0
+    assert server.metadata["authorization"] == "Bearer three"
+    assert (await run("health", "--api-key", "five", environment=environment)).code == 0
+    assert server.metadata["authorization"] == "Bearer five"
+
+
+async def test_a_key_that_cannot_be_had(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    file = ("--api-key-file", str(tmp_path / "empty"))
+    assert await run("health", *file) == Result(2, "", f"error: {file[1]}: holds no key\n")
+    result = await run("health", *file, "--api-key", "x")
+    assert result == Result(2, "", "error: either --api-key or --api-key-file\n")
 
 
 async def test_a_rejected_key_has_no_code_but_a_status(server: ScriptedServer) -> None:
@@ -478,6 +491,22 @@ async def test_tls(tmp_path: Path) -> None:
         trusting = ["--tls-ca", str(certificate), "--target", server.target]
         assert (await run("health", *trusting)).code == 0
         assert (await run("health", "--tls", "--target", server.target)).code == 1
+
+
+async def test_a_certificate_of_the_client(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    key, certificate = authority.issue("server")
+    roots = authority.certificate.read_bytes()
+    credentials = grpc.ssl_server_credentials(
+        [(key.read_bytes(), certificate.read_bytes())], roots, require_client_auth=True
+    )
+    async with scripted_server(credentials=credentials) as server:
+        server.answer("Health", pb.HealthResponse(state=pb.HEALTH_STATE_READY))
+        trusting = ["--tls-ca", str(authority.certificate), "--target", server.target]
+        assert (await run("health", *trusting)).code == 1
+        client_key, client_certificate = authority.issue("client")
+        own = ["--tls-cert", str(client_certificate), "--tls-key", str(client_key)]
+        assert (await run("health", *trusting, *own)).code == 0
 
 
 async def test_info(server: ScriptedServer) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -19,37 +22,37 @@ def _restored() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def lines(level: str = "info", **fields: object) -> list[str]:
+def lines(level: str = "info", format_: str = "logfmt", **fields: object) -> list[str]:
     """What an event at level info writes."""
     with contextlib.redirect_stderr(io.StringIO()) as written:
-        logs.configure(level)
+        logs.configure(level, format_)
         structlog.get_logger().info("request", **fields)
     return written.getvalue().splitlines(keepends=True)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "plain",
-        "with space",
-        "a=b",
-        'say "hi"',
-        "back\\slash",
-        "\\n",
-        "line\nlevel=error event=forged",
-        "\r\n\t",
-        "\x1b[31mred\x1b[0m\x07\x00\x7f",
-        "\x9b2J\x85",
-        "\u2028\u2029\u202e\u200b\ufeff",
-        "\U000e0001",
-        "日本語 🙂",
-        "\ud800",
-        "",
-        "x" * 100_000,
-        '"',
-        "\\",
-    ],
-)
+HOSTILE = [
+    "plain",
+    "with space",
+    "a=b",
+    'say "hi"',
+    "back\\slash",
+    "\\n",
+    "line\nlevel=error event=forged",
+    "\r\n\t",
+    "\x1b[31mred\x1b[0m\x07\x00\x7f",
+    "\x9b2J\x85",
+    "\u2028\u2029\u202e\u200b\ufeff",
+    "\U000e0001",
+    "日本語 🙂",
+    "\ud800",
+    "",
+    "x" * 100_000,
+    '"',
+    "\\",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
 def test_a_value_stays_in_its_line_and_reads_back(value: str) -> None:
     [line] = lines(given=value, other=1)
     assert line.endswith("\n")
@@ -75,3 +78,31 @@ def test_a_traceback_is_one_line() -> None:
 
 def test_the_level_silences() -> None:
     assert lines("warning", given="x") == []
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_json_reads_back(value: str) -> None:
+    [line] = lines(format_="json", given=value)
+    assert line.endswith("\n")
+    assert line.isascii()
+    assert line[:-1].isprintable()
+    pairs = json.loads(line)
+    assert list(pairs) == ["timestamp", "level", "event", "given"]
+    assert pairs["given"] == (value if value != "\ud800" else "\\ud800")
+
+
+def test_json_keeps_what_json_has() -> None:
+    [line] = lines(
+        format_="json", count=3, share=0.5, on=True, none=None, path=Path("/a"), odd=math.nan
+    )
+    pairs = json.loads(line)
+    assert (pairs["count"], pairs["share"], pairs["on"], pairs["none"]) == (3, 0.5, True, None)
+    assert (pairs["path"], pairs["odd"], pairs["event"]) == ("/a", "nan", "request")
+
+
+def test_a_traceback_is_one_line_of_json() -> None:
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError as error:
+        [line] = lines(format_="json", exc_info=error)
+    assert "first\nsecond" in json.loads(line)["exception"]

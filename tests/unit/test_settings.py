@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from openengine_vllm.api_keys import ApiKeys
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.settings import (
     ServerSettings,
+    TlsFiles,
     add_server_arguments,
     config_values,
     server_settings,
@@ -19,7 +21,7 @@ from openengine_vllm.settings import (
 def parse(*arguments: str) -> ServerSettings:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_server_arguments(parser)
-    return server_settings(parser.parse_args(arguments))
+    return server_settings(parser.parse_args(arguments), {})
 
 
 def test_defaults() -> None:
@@ -41,13 +43,27 @@ def test_every_flag_reaches_its_setting() -> None:
         *("--drain-timeout", "0", "--stall-timeout", "1.5", "--probe-timeout", "2"),
         *("--no-exit-on-engine-death", "--max-concurrent-requests", "7", "--max-sequences", "4"),
         *("--max-request-bytes", "5", "--max-response-bytes", "6"),
-        *("--server-log-level", "error"),
+        *("--server-log-level", "error", "--log-format", "json"),
+        *(
+            "--api-key",
+            "secret",
+            "other",
+            "--max-connections",
+            "8",
+            "--max-connection-streams",
+            "9",
+        ),
+        *("--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"),
     )
 
     assert settings == ServerSettings(
         host="0.0.0.0",
         port=0,
         uds="/s",
+        api_keys=ApiKeys(["secret", "other"]),
+        tls=TlsFiles(Path("c"), Path("k"), Path("a")),
+        max_connections=8,
+        max_connection_streams=9,
         drain_timeout=0,
         stall_timeout=1.5,
         probe_timeout=2,
@@ -57,7 +73,40 @@ def test_every_flag_reaches_its_setting() -> None:
         reflection="off",
         exit_on_engine_death=False,
         log_level="error",
+        log_format="json",
     )
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "secret" not in repr(parse("--api-key", "secret"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "authenticates"),
+    [
+        ((), False),
+        (("--tls-cert", "c", "--tls-key", "k"), False),
+        (("--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"), True),
+        (("--api-key", "k"), True),
+    ],
+)
+def test_who_has_to_show_something(arguments: tuple[str, ...], authenticates: bool) -> None:
+    assert parse(*arguments).authenticates == authenticates
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--tls-cert", "c"), "go together"),
+        (("--tls-key", "k"), "go together"),
+        (("--tls-client-ca", "a"), "needs --tls-cert"),
+        (("--api-key", ""), "--api-key: "),
+        (("--api-key-file", "/does/not/exist"), "--api-key-file /does/not/exist: No such file"),
+    ],
+)
+def test_flags_that_do_not_go_together(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse(*arguments)
 
 
 def test_one_request_gets_no_more_sequences_than_may_be_live() -> None:

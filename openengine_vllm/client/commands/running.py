@@ -14,12 +14,13 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from openengine_vllm.api_keys import API_KEY_VARIABLE
 from openengine_vllm.client import DEFAULT_TARGET, Client, OpenEngineError
 
 SUCCESS: Final = 0
@@ -30,7 +31,6 @@ INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 
 TARGET_VARIABLE: Final = "OPENENGINE_TARGET"
-API_KEY_VARIABLE: Final = "OPENENGINE_API_KEY"
 
 
 class UsageError(Exception):
@@ -55,10 +55,13 @@ def add_connection_arguments(
         help="deadline of the RPC " + ("(default: %(default)g)" if timeout else "(default: none)"),
     )
     group.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help=f"file that holds the API key (environment, for the key itself: {API_KEY_VARIABLE})",
+        "--api-key",
+        metavar="KEY",
+        help="the API key; ps shows flags, so prefer the file or the environment "
+        f"({API_KEY_VARIABLE})",
+    )
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file whose first line is the API key"
     )
     group.add_argument("--tls", action="store_true", help="use TLS, with the system's authorities")
     group.add_argument("--tls-ca", type=Path, metavar="FILE", help="authorities to trust, PEM")
@@ -154,10 +157,17 @@ def _credentials(args: argparse.Namespace) -> grpc.ChannelCredentials | None:
 
 
 def _api_key(args: argparse.Namespace) -> str | None:
+    if args.api_key is not None and args.api_key_file is not None:
+        raise UsageError("either --api-key or --api-key-file")
+    if args.api_key is not None:
+        return cast(str, args.api_key)
     content = _read(args.api_key_file)
     if content is None:
         return os.environ.get(API_KEY_VARIABLE) or None
-    return content.decode("utf-8", "replace").strip()
+    lines = content.decode("utf-8", "replace").split()
+    if not lines:
+        raise UsageError(f"{args.api_key_file}: holds no key")
+    return lines[0]
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -1,0 +1,67 @@
+"""The whole server as the program starts it, on an engine whose output the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, cast
+from unittest import mock
+
+from openengine_vllm import server as server_module
+from openengine_vllm.lifecycle import Serving
+from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.server import Server
+from tests.unit.scripted_engine import ScriptedEngine
+from tests.unit.test_settings import parse
+
+
+class LiveServer:
+    """A server that runs, its address and its engine."""
+
+    def __init__(self) -> None:
+        self.engine = ScriptedEngine()
+        self.address = ""
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self.address.rsplit(":", 1)[1])
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no request and no probe but the start's has reached the engine."""
+        return not self.engine.collectors and self.engine.probes == 1
+
+
+@contextlib.asynccontextmanager
+async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
+    """A server with these flags, on a free port, until the context ends."""
+    live = LiveServer()
+    live.engine.dead = False  # type: ignore[attr-defined]
+    live.engine.shutdown = lambda: None  # type: ignore[attr-defined]
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def load(instance_id: str) -> Serving:
+        return Serving(
+            cast("Any", live.engine),
+            pb.EngineInfo(engine_name="scripted", instance_id=instance_id),
+            pb.ModelInfo(served_model_name="model"),
+            has_chat_template=False,
+        )
+
+    settings = parse("--port", "0", "--drain-timeout", "0", *flags)
+    server = Server(settings, load, lambda address, _: ready.set_result(address))
+    # The processes below this one are the tests' own.
+    with mock.patch.object(server_module, "stop_descendants"):
+        life = asyncio.ensure_future(server.run())
+        waiting: list[asyncio.Future[Any]] = [life, ready]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if life.done():
+            life.result()
+        live.address = ready.result()
+        try:
+            yield live
+        finally:
+            server.stop()
+            await life
