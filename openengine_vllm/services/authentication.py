@@ -1,7 +1,7 @@
 """The one door to all services: whoever has no key is turned away before anything is read.
 
-gRPC looks for a method's handler once the call's headers are there, so this costs a call about
-two microseconds and a caller without a key never gets a message into memory.
+gRPC looks for a method's handler once the call's headers are there, so this costs a call a
+few microseconds and a caller without a key never gets a message into memory.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ does to the others.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -138,7 +139,7 @@ def city(text: str) -> bool:
 
 def is_valid(text: str, json_schema: str) -> bool:
     value, wanted = json.loads(text), json.loads(json_schema)
-    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema = importlib.import_module("jsonschema")  # it has no types
     jsonschema.validate(value, wanted)
     return True
 

@@ -135,7 +135,11 @@ def test_longest_is_the_sum_of_the_largest_sizes(texts: list[str], count: int) -
 
 @given(st.data())
 def test_sizes_bound_any_text(data: st.DataObject) -> None:
-    """Of any tokens behind any prompt, special tokens' own strings included."""
+    """Of any tokens behind any prompt, special tokens' own strings included.
+
+    The rest of a character that the prompt began may come as well: a few bytes once, which the
+    room for an event's other fields covers.
+    """
     detokenizer, found, vocab_size = data.draw(st.sampled_from(detokenizers()))
     ids = st.lists(st.integers(0, vocab_size - 1), max_size=12)
     prompt, tokens = data.draw(ids), data.draw(ids)
@@ -143,4 +147,5 @@ def test_sizes_bound_any_text(data: st.DataObject) -> None:
     special = detokenizer.special_tokens
     texts = [decoder.step(token_id) or special.get(token_id, "") for token_id in tokens]
 
-    assert sum(len(text.encode()) for text in texts) <= sum(map(found.size, tokens))
+    rest = 3 * len("\ufffd".encode())
+    assert sum(len(text.encode()) for text in texts) <= sum(map(found.size, tokens)) + rest
