@@ -1,11 +1,13 @@
 """Fixtures for tests on a real engine, and the order in which few engines have to start.
 
-First come the tests that start their own, then those of each shared server in turn.
+The tests of each shared server stay together, on one of the test processes that run side by
+side (pytest-xdist); the others, which start engines of their own, are spread over what is left.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -30,26 +32,55 @@ from tests.support import vllm_metadata
 from tests.support.models import model_dir
 from tests.support.server import READY_SECONDS, ServerProcess, server_environment, wait_until
 
-_ORDER = (
-    "demo",
-    "completions",
-    "reference",
-    "tiny",
-    "multi_eos",
-    "random_reference",
-    "scored",
-    "operated",
-)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # vLLM binds its threads to processors as if it were alone on the machine, and two engines
+    # would spin on the same one.
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
+
+_GROUPS = {
+    "demo": "demo",
+    "tiny": "tiny",
+    "completions": "tiny",
+    "reference": "tiny",
+    "multi_eos": "multi_eos",
+    "scored": "scored",
+    "random_reference": "scored",
+    "operated": "operated",
+}
+"""Fixtures that need an engine, and which of them have it from the same test process."""
+_OF_A_MODULE = {"demo_model", "running", "server"}
+"""Fixtures that a module makes for its own tests, once."""
+_ORDER = ("scored", "tiny", "demo", "operated", "multi_eos")
+"""Groups of tests, those that take longest first."""
+_REFERENCES = ("completions", "reference", "random_reference")
+"""Fixtures that end the shared server and start another engine for a while."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that share an engine next to each other."""
+    """Put tests that share an engine next to each other, and on one process."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=_rank)
 
 
-def _rank(item: pytest.Item) -> int:
-    names = getattr(item, "fixturenames", ())
-    return next((rank for rank, name in enumerate(_ORDER, 1) if name in names), 0)
+def _fixtures(item: pytest.Item) -> tuple[str, ...]:
+    return tuple(getattr(item, "fixturenames", ()))
+
+
+def _group(item: pytest.Item) -> str:
+    """The shared server; otherwise the module, where its tests share one, or the test."""
+    names = _fixtures(item)
+    shared = [_GROUPS[name] for name in names if name in _GROUPS]
+    if shared:
+        return shared[0]
+    return str(item.path) if _OF_A_MODULE.intersection(names) else item.nodeid
+
+
+def _rank(item: pytest.Item) -> tuple[int, str, bool]:
+    group = _group(item)
+    place = _ORDER.index(group) if group in _ORDER else len(_ORDER)
+    return place, group, not any(name in _REFERENCES for name in _fixtures(item))
 
 
 @pytest.fixture(scope="session")
