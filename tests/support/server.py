@@ -107,13 +107,9 @@ def start_server(*arguments: str, wait: bool = True, **environment: str) -> Iter
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    """Kill what still runs: a clean stop takes vLLM five seconds, and has tests of its own."""
+    process.kill()
+    process.wait()
     if process.stdout is not None:
         process.stdout.close()
 

@@ -233,14 +233,19 @@ class Service:
     """The services on a loopback port, over a scripted engine."""
 
     def __init__(
-        self, *, capacity: int = 8, probe_timeout: float = 60, retained: int = 100
+        self,
+        *,
+        capacity: int = 8,
+        probe_timeout: float = 60,
+        retained: int = 1000,
+        deliveries: float = 1e9,
     ) -> None:
         self.engine = ScriptedEngine()
         self.lifecycle = Lifecycle()
         self.registry = RequestRegistry(capacity)
         self.probe = InferenceProbe(probe_timeout)
         self.events = RuntimeEventsService(
-            self.lifecycle, self.registry, StallWatch(60), "instance", retained
+            self.lifecycle, self.registry, StallWatch(60), "instance", retained, deliveries
         )
         self.reported: list[pb.HealthState.ValueType] = []
         """What grpc.health.v1 was told."""

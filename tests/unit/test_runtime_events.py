@@ -12,6 +12,7 @@ from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.errors import from_rpc_error
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
+from openengine_vllm.services.runtime_events import Allowance
 from tests.support.calls import eventually
 from tests.unit.scripted_engine import Service, scheduler_stats, serve
 
@@ -67,6 +68,7 @@ async def test_one_step_in_all_its_events() -> None:
                 FORWARD_PASS,
                 {
                     "rank": "4",
+                    "passes": "1",
                     "iteration": "9",
                     "duration_ms": "2.500",
                     "prefill_requests": "1",
@@ -166,6 +168,60 @@ async def test_events_come_while_the_subscription_lasts() -> None:
             service.engine.stats.record(0, busy(iteration=iteration))
             response = await anext(aiter(call))
             assert response.runtime_event.attributes["iteration"] == str(iteration)
+
+
+async def test_events_that_cost_too_much_are_merged() -> None:
+    """Two subscribers may be told of 100 events a second, and are told of 3,000 passes."""
+    async with serve(deliveries=200) as service:
+        passes = await subscribed(service, FORWARD_PASS)
+        everything = await subscribed(service)
+        for iteration in range(3000):
+            stats = busy(
+                iteration=iteration,
+                num_waiting_reqs=iteration % 7,
+                kv_connector_stats={"bytes": [5, 6]},
+            )
+            service.engine.stats.record(0, stats)
+        service.events.end()
+        events = await rest(everything)
+        told = [event.attributes for event in events if event.type == FORWARD_PASS]
+        assert sum(int(attributes["passes"]) for attributes in told) == 3000
+        assert sum(int(attributes["decode_tokens"]) for attributes in told) == 6000
+        assert sum(float(attributes["duration_ms"]) for attributes in told) == 7500
+        assert [told[0]["passes"], told[-1]["iteration"]] == ["1", "2999"]
+        moved = [event.attributes for event in events if event.type == TRANSFER]
+        assert sum(int(attributes["connector.bytes_sum"]) for attributes in moved) == 33_000
+        queues = [event.attributes for event in events if event.type == QUEUE]
+        assert queues[-1]["queued_requests"] == str(2999 % 7), "the last state is told"
+        assert [event for event in events if event.type == FORWARD_PASS] == await rest(passes)
+        assert len(events) < 300
+
+
+async def test_a_subscriber_is_not_told_of_what_was_before_it() -> None:
+    async with serve(deliveries=1) as service:
+        first = await subscribed(service, FORWARD_PASS)
+        for iteration in range(10):
+            service.engine.stats.record(0, busy(iteration=iteration))
+        second = await subscribed(service, FORWARD_PASS)
+        service.engine.stats.record(0, busy(iteration=10))
+        service.events.end()
+        told = [event.attributes for event in await rest(first)]
+        assert sum(int(attributes["passes"]) for attributes in told) == 11
+        [last] = await rest(second)
+        assert (last.attributes["passes"], last.attributes["iteration"]) == ("1", "10")
+
+
+def test_an_allowance_fills_up_again() -> None:
+    allowance = Allowance(10)
+    assert allowance.wait(100) == 0
+    allowance.spend(25, 100)
+    assert allowance.wait(100) == pytest.approx(1.5)
+    assert allowance.wait(101) == pytest.approx(0.5)
+    assert allowance.wait(101.5) == 0
+    allowance.spend(1, 101.5)
+    assert allowance.wait(101.5) == pytest.approx(0.1)
+    allowance.spend(10, 1000)
+    assert allowance.wait(1000) == 0, "a second's worth at most"
 
 
 async def test_a_slow_subscriber_fails_alone() -> None:
