@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from openengine_vllm.lifecycle import Serving
 
 PROG = "openengine-vllm"
-_SOCKET_FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
 
 _DESCRIPTION = """Serve a model with vLLM over the OpenEngine gRPC contract (openengine.v1).
 
@@ -288,8 +287,10 @@ def _scratch_folder() -> Path:
 
     Its name is short because the path of a socket may have 107 bytes and vLLM adds 37.
     """
-    folder = tempfile.mkdtemp(prefix="oe-", dir=os.environ.get(_SOCKET_FOLDER_VARIABLE))
-    os.environ[_SOCKET_FOLDER_VARIABLE] = folder
+    from openengine_vllm.orphan_guard import SOCKET_FOLDER_VARIABLE
+
+    folder = tempfile.mkdtemp(prefix="oe-", dir=os.environ.get(SOCKET_FOLDER_VARIABLE))
+    os.environ[SOCKET_FOLDER_VARIABLE] = folder
     return Path(folder)
 
 

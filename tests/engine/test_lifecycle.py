@@ -29,7 +29,7 @@ from tests.support.calls import (
     standard_status,
 )
 from tests.support.models import model_dir
-from tests.support.processes import descendants, footprint
+from tests.support.processes import descendants, footprint, is_spawned
 from tests.support.server import ENGINE_FLAGS, STOP_SECONDS, ServerProcess, start_server
 
 DRAINED_TOKENS = 2000
@@ -182,12 +182,13 @@ async def _rejects_while_starting(channel: aio.Channel, name: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["listening", "engine"])
+@pytest.mark.parametrize("moment", ["listening", "guides", "engine"])
 async def test_signal_while_loading(moment: str, number: signal.Signals, sockets: Path) -> None:
     moments: dict[str, Callable[[ServerProcess], bool]] = {
         "listening": lambda server: "event=listening" in server.stderr(),
-        # The engine's process, whatever it is busy with, beside Python's resource tracker.
-        "engine": lambda server: len(descendants(server)) > 1,
+        # The process that checks guides, a while before vLLM starts one.
+        "guides": lambda server: len(descendants(server)) > 1,
+        "engine": lambda server: any(map(is_spawned, descendants(server))),
     }
     with start_server(*flags("--port", "0"), wait=False, VLLM_RPC_BASE_PATH=str(sockets)) as server:
         await eventually(lambda: moments[moment](server), moment)

@@ -68,6 +68,13 @@ def descendants(server: ServerProcess) -> list[psutil.Process]:
     return []
 
 
+def is_spawned(process: psutil.Process) -> bool:
+    """Whether Python's multiprocessing has started it, as vLLM does with the engine."""
+    with contextlib.suppress(psutil.Error):
+        return any("spawn_main" in part for part in process.cmdline())
+    return False
+
+
 def _named(server: ServerProcess, name: str) -> psutil.Process:
     [process] = [p for p in descendants(server) if p.name() == name]
     return process

@@ -24,7 +24,7 @@ SCANS = 3
 
 SERVER = """
 import multiprocessing, os, pathlib, subprocess, sys, time
-from openengine_vllm.orphan_guard import OrphanGuard
+from openengine_vllm.orphan_guard import SOCKET_FOLDER_VARIABLE, OrphanGuard
 
 NAP = [sys.executable, "-c", "import time; time.sleep(600)"]
 PARENT = [sys.executable, "-c",
@@ -44,12 +44,23 @@ with OrphanGuard(pathlib.Path(sys.argv[3])):
     elif kind == "deaf":
         code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + NAP[2]
         pids = [subprocess.Popen([sys.executable, "-c", code]).pid]
+    elif kind == "late":
+        # A shell that is no child any more when the guard looks, and starts what it starts then.
+        environment = {**os.environ, SOCKET_FOLDER_VARIABLE: sys.argv[3]}
+        shell = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!"], env=environment,
+            stdout=subprocess.PIPE, text=True)
+        pids = [int(shell.stdout.readline())]
+        shell.wait()
     else:
         pids = []
     print(*pids, flush=True)
     sys.stdin.readline()
     if sys.argv[2] == "raise":
         raise KeyError("fault")
+if sys.argv[2] == "breed":
+    environment = {**os.environ, SOCKET_FOLDER_VARIABLE: sys.argv[3]}
+    print(subprocess.Popen(NAP, env=environment).pid, flush=True)
+    sys.stdin.readline()
 os._exit(7)
 """
 
@@ -128,7 +139,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("kind", ["grandchild", "session", "forked", "deaf"])
+@pytest.mark.parametrize("kind", ["grandchild", "session", "forked", "deaf", "late"])
 def test_a_killed_server_takes_its_processes_along(kind: str) -> None:
     with server(kind) as one:
         guard = one.guard
@@ -141,15 +152,32 @@ def test_a_killed_server_takes_its_processes_along(kind: str) -> None:
         assert not one.folder.exists()
 
 
-@pytest.mark.parametrize("kind", ["grandchild", "forked"])
+@pytest.mark.parametrize("kind", ["grandchild", "forked", "late"])
 def test_a_server_that_leaves_kills_what_is_left(kind: str) -> None:
     with server(kind) as one:
         guard = one.guard
 
         assert one.leave() == 7
-        assert is_gone(guard.pid)
+        wait_until(lambda: is_gone(guard.pid), SECONDS, "the guard ends")
         wait_until(lambda: all(map(is_gone, one.pids)), SECONDS, "the orphans are killed")
         assert not one.folder.exists()
+
+
+def test_what_starts_while_the_server_goes_is_killed() -> None:
+    """As a thread may that nobody can stop: after the guard has cleared up for the first time."""
+    with server("none", "breed") as one:
+        guard = one.guard
+        assert one.process.stdin is not None
+        assert one.process.stdout is not None
+        one.process.stdin.write("\n")
+        one.process.stdin.flush()
+        late = int(one.process.stdout.readline())
+        one.pids.append(late)
+        assert not is_gone(late)
+        assert not one.folder.exists()
+        assert one.leave() == 7
+        wait_until(lambda: is_gone(late), SECONDS, "the orphan is killed")
+        wait_until(lambda: is_gone(guard.pid), SECONDS, "the guard ends")
 
 
 @pytest.mark.parametrize(("end", "status"), [("leave", 7), ("raise", 1)])
@@ -158,7 +186,7 @@ def test_a_server_without_children(end: str, status: int) -> None:
         guard = one.guard
 
         assert one.leave() == status
-        assert is_gone(guard.pid)
+        wait_until(lambda: is_gone(guard.pid), SECONDS, "the guard ends")
         assert not one.folder.exists()
 
 
