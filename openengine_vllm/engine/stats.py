@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 RATE_SECONDS = 10
 """Throughput is the mean over so many seconds."""
@@ -173,7 +173,7 @@ class EngineStats:
     """The last word of each rank's scheduler, and what adds up over steps."""
 
     progress: Progress = field(default_factory=Progress)
-    """Counted by the streams."""
+    """Tokens are counted by the streams, outputs by them and with each step."""
     _ranks: dict[int, _Rank] = field(default_factory=lambda: {0: _Rank()})
     _total_blocks: int | None = None
     _prefix_caching: bool = False
@@ -182,7 +182,8 @@ class EngineStats:
     _preemptions: int = 0
     _prompt_rate: RecentRate = field(default_factory=RecentRate)
     _generation_rate: RecentRate = field(default_factory=RecentRate)
-    _counted_tokens: int = 0
+    _counted_tokens: int | None = 0
+    """Of those in ``progress``; None where steps tell of their tokens."""
 
     def configure(
         self, ranks: Sequence[int], total_blocks: int | None, *, prefix_caching: bool
@@ -205,8 +206,18 @@ class EngineStats:
         """Undo :meth:`watch`."""
         self._watchers.remove(callback)
 
-    def record(self, rank: int, stats: SchedulerStats) -> None:
-        """Take what a rank's scheduler says after a step."""
+    def record(
+        self, rank: int, stats: SchedulerStats, iteration: IterationStats | None = None
+    ) -> None:
+        """Take what a rank's scheduler says after a step.
+
+        Args:
+            rank: absolute data-parallel rank.
+            stats: the scheduler's.
+            iteration: the frontend's, of all requests whoever sent them; None where vLLM does
+                not keep them.
+        """
+        self.progress.outputs += 1
         entry = self._ranks[rank]
         entry.stats = stats
         entry.time_ns = time.time_ns()
@@ -218,6 +229,9 @@ class EngineStats:
         details = stats.iteration_details
         if details is not None and details.num_ctx_tokens:
             self._prompt_rate.add(details.num_ctx_tokens, now)
+        if iteration is not None:
+            self._generation_rate.add(iteration.num_generation_tokens, now)
+            self._counted_tokens = None
         self._count_tokens(now)
         if self._watchers:
             step = self._step(rank, entry)
@@ -251,7 +265,7 @@ class EngineStats:
 
     def _count_tokens(self, now: float) -> None:
         tokens = self.progress.tokens
-        if tokens != self._counted_tokens:
+        if self._counted_tokens is not None and tokens != self._counted_tokens:
             self._generation_rate.add(tokens - self._counted_tokens, now)
             self._counted_tokens = tokens
 
