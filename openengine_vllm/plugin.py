@@ -119,20 +119,26 @@ class Beside:
 
         def drain_and_shutdown(*args: Any, **options: Any) -> None:
             if threading.get_ident() != thread and not llm.errored:
-                drain = asyncio.run_coroutine_threadsafe(self._server.drain(asyncio.Event()), loop)
                 try:
-                    drain.result()
+                    asyncio.run_coroutine_threadsafe(self._drain(), loop).result()
                 except Exception:
                     _log.exception("the drain failed")
             shutdown(*args, **options)
 
         llm.shutdown = drain_and_shutdown
 
-    async def close(self) -> None:
-        """Stop serving, any number of times; the engine is left to its owner."""
+    async def _drain(self) -> None:
+        await self._server.drain(asyncio.Event())
+        await self._end_watch()
+
+    async def _end_watch(self) -> None:
         self._stop.set()
         if self._watching is not None:
             await self._watching
+
+    async def close(self) -> None:
+        """Stop serving, any number of times; the engine is left to its owner."""
+        await self._end_watch()
         await self._server.close()
         if self._serving is not None:
             self._serving.engine.release()

@@ -122,12 +122,15 @@ def build_engine(args: AsyncEngineArgs, *, http: bool = False) -> tuple[AsyncLLM
     """
     in_place_of_metrics = not http or args.disable_log_stats
     args.disable_log_stats |= not http
+    hides_details = not args.enable_logging_iteration_details
     args.enable_logging_iteration_details = True
     stats = EngineStats()
     llm = AsyncLLM.from_engine_args(
         args,
         usage_context=UsageContext.OPENAI_API_SERVER,
-        stat_loggers=[stat_logger(stats, in_place_of_metrics=in_place_of_metrics)],
+        stat_loggers=[
+            stat_logger(stats, in_place_of_metrics=in_place_of_metrics, hides_details=hides_details)
+        ],
     )
     if not (http or args.otlp_traces_endpoint):
         llm.log_stats = llm.output_processor.log_stats = False

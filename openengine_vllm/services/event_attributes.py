@@ -9,15 +9,18 @@ from openengine_vllm.engine.stats import ForwardPass, Step
 
 def forward_pass(step: Step, ran: ForwardPass) -> dict[str, str]:
     """Of one pass through the model."""
-    return {
+    attributes = {
         "rank": str(step.rank),
-        "iteration": str(ran.iteration),
-        "duration_ms": f"{ran.milliseconds:.3f}",
         "prefill_requests": str(ran.prefill_requests),
         "prefill_tokens": str(ran.prefill_tokens),
         "decode_requests": str(ran.decode_requests),
         "decode_tokens": str(ran.decode_tokens),
     }
+    if ran.iteration is not None:
+        attributes["iteration"] = str(ran.iteration)
+    if ran.milliseconds is not None:
+        attributes["duration_ms"] = f"{ran.milliseconds:.3f}"
+    return attributes
 
 
 def batch(step: Step) -> dict[str, str]:
