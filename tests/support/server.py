@@ -103,10 +103,11 @@ def start_server(*arguments: str, wait: bool = True, **environment: str) -> Iter
                 server.wait_ready()
             yield server
         finally:
-            _end(process)
+            end(process)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str]) -> None:
+    """Terminate a process, and kill it when that takes too long."""
     if process.poll() is None:
         process.terminate()
         try:

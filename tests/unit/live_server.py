@@ -10,8 +10,8 @@ from unittest import mock
 
 from openengine_vllm import process as process_module
 from openengine_vllm.lifecycle import Serving
-from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.process import Process
+from openengine_vllm.protocol import v1 as pb
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.test_settings import parse
 
