@@ -262,6 +262,17 @@ def server_settings(
     Raises:
         ValueError: flags that do not go together, or a key that cannot be had.
     """
+    address = (namespace.host, namespace.port)
+    if (
+        namespace.port
+        and not namespace.uds
+        and address
+        == (
+            namespace.http_host,
+            namespace.http_port,
+        )
+    ):
+        raise ValueError("--http-port and --port have to differ")
     return ServerSettings(
         host=namespace.host,
         port=namespace.port,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _FLUSH_SECONDS = 2
-_NOT_OURS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "grpc_port")
+_TLS_FLAGS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
 
 
 def add_http_arguments(parser: FlexibleArgumentParser) -> None:
@@ -55,10 +55,10 @@ class HttpFrontend:
     """
 
     def __init__(self, flags: argparse.Namespace) -> None:
-        for name in _NOT_OURS:
-            if getattr(flags, name, None):
+        for name in _TLS_FLAGS:
+            if getattr(flags, name):
                 flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} has no effect here: TLS is by --tls-cert, --tls-key")
+                raise ValueError(f"{flag} has no effect: --tls-cert and --tls-key are for HTTP too")
         validate_parsed_serve_args(flags)
         if flags.tool_parser_plugin:
             ToolParserManager.import_tool_parser(flags.tool_parser_plugin)

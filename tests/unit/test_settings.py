@@ -103,6 +103,7 @@ def test_who_has_to_show_something(arguments: tuple[str, ...], authenticates: bo
         (("--tls-cert", "c"), "go together"),
         (("--tls-key", "k"), "go together"),
         (("--tls-client-ca", "a"), "needs --tls-cert"),
+        (("--port", "5", "--http-port", "5"), "have to differ"),
         (("--api-key", ""), "--api-key: "),
         (("--api-key-file", "/does/not/exist"), "--api-key-file /does/not/exist: No such file"),
     ],
