@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from openengine_vllm.client import Client, OpenEngineError
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.plugin import OpenEnginePlugin
 from openengine_vllm.protocol import v1 as pb
+from tests.support.calls import eventually
 from tests.unit.scripted_engine import ScriptedEngine, request
 
 ARGS = Namespace(api_key=None, api_server_count=None, served_model_name=["model"], model="m")
@@ -83,8 +84,8 @@ class Host:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Host]:
-    yield Host(monkeypatch, tmp_path)
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
+    return Host(monkeypatch, tmp_path)
 
 
 def test_vllm_finds_it_by_its_entry_point() -> None:
@@ -146,8 +147,11 @@ async def test_shutting_down_the_engine_drains_first(host: Host) -> None:
 async def test_a_dead_engine_is_not_drained(host: Host) -> None:
     async with host.app(), host.client() as client:
         host.engine.dead = host.llm.errored = True
-        while (await client.health()).state != pb.HEALTH_STATE_NOT_READY:
-            await asyncio.sleep(0)
+
+        async def says_so() -> bool:
+            return (await client.health()).state == pb.HEALTH_STATE_NOT_READY
+
+        await eventually(says_so, "it says that the engine is dead")
         await asyncio.to_thread(host.llm.shutdown)
         assert host.llm.shut_down == 1
 
