@@ -56,7 +56,8 @@ class Process:
         self._settings = settings
         self._load = load
         self._on_ready = on_ready
-        self._server = Server(settings)
+        self.server = Server(settings)
+        """Its gRPC half."""
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -75,17 +76,17 @@ class Process:
                 listener = held.enter_context(bind_http(settings.http_host, settings.http_port))
             held.enter_context(self._signals())
             try:
-                address = await self._server.open()
+                address = await self.server.open()
                 return await self._serve(address, listener)
             finally:
-                await self._server.close()
+                await self.server.close()
 
     async def _serve(self, address: str, listener: socket.socket | None) -> int:
         serving = await self._start()
         if serving is None:
             return 0
         try:
-            await self._server.serve(serving)
+            await self.server.serve(serving)
             if serving.http is None or listener is None:
                 return await self._live(serving, address, "")
             try:
@@ -103,10 +104,10 @@ class Process:
 
     async def _live(self, serving: Serving, address: str, http_address: str) -> int:
         self._on_ready(address, http_address, serving)
-        if await self._server.watch(self._stop):
+        if await self.server.watch(self._stop):
             await self._mourn()
             return 1
-        await self._server.drain(self._stop_now)
+        await self.server.drain(self._stop_now)
         return 1 if serving.engine.dead else 0
 
     async def _start(self) -> Serving | None:
@@ -151,7 +152,7 @@ class Process:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             outcome: tuple[Serving | None, BaseException | None]
             try:
-                outcome = (self._load(self._server.instance_id), None)
+                outcome = (self._load(self.server.instance_id), None)
             except BaseException as error:
                 outcome = (None, error)
             with contextlib.suppress(RuntimeError):

@@ -194,15 +194,13 @@ async def test_candidates_of_one_do_not_spoil_those_of_the_other(both: Both) -> 
     message = [{"role": "user", "content": "Where is the fox?"}]
     chat = {"messages": message, "max_tokens": TOKENS, "temperature": 0, "logprobs": True}
 
-    async def http_ranked() -> Any:
-        rows = (await both.complete("The fox", logprobs=4))["logprobs"]["top_logprobs"]
-        assert all(len(row) >= 4 for row in rows)
-        return [sorted(row.values()) for row in rows]
+    def http_scores(**options: Any) -> Callable[[], Any]:
+        async def scores() -> Any:
+            answer = await both.post("/v1/chat/completions", **chat, **options)
+            rows = answer["choices"][0]["logprobs"]["content"]
+            return [[c["logprob"] for c in row["top_logprobs"]] for row in rows]
 
-    async def http_listed() -> Any:
-        answer = await both.post("/v1/chat/completions", logprob_token_ids=ids, **chat)
-        rows = answer["choices"][0]["logprobs"]["content"]
-        return [sorted(c["logprob"] for c in row["top_logprobs"]) for row in rows]
+        return scores
 
     def grpc_scores(response: pb.ResponseOptions) -> Callable[[], Any]:
         async def scores() -> Any:
@@ -211,7 +209,12 @@ async def test_candidates_of_one_do_not_spoil_those_of_the_other(both: Both) -> 
 
         return scores
 
-    kinds = (http_ranked, http_listed, grpc_scores(ranked), grpc_scores(listed))
+    kinds = (
+        http_scores(top_logprobs=4),
+        http_scores(top_logprobs=3, logprob_token_ids=ids),
+        grpc_scores(ranked),
+        grpc_scores(listed),
+    )
     alone = [await kind() for kind in kinds]
     for rows, width in zip(alone, (4, 3, 4, 3), strict=True):
         assert len(rows) == TOKENS
@@ -232,10 +235,9 @@ async def test_guides_of_both(both: Both) -> None:
     for _ in range(2):
         choice = await both.complete("x", structured_outputs={"choice": ["yes", "no"]})
         assert choice["text"] in ("yes", "no")
-        result = await both.peer.client.complete(
-            "x", max_tokens=9, ebnf_grammar='root ::= "aa" | "b"'
-        )
-        assert result.outputs[0].text in ("aa", "b")
+        request = generate_request("x", {"max_tokens": 9})
+        request.guided.ebnf_grammar = 'root ::= "aa" | "b"'
+        assert (await both.peer.send(request)).only.text in ("aa", "b")
 
 
 async def test_load_counts_both_and_abort_ends_both(both: Both) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ class Llm:
         assert internal
         self.aborted.append(request_id)
 
-    async def generate(self, params: SamplingParams) -> AsyncIterator[Any]:
+    async def generate(self, params: SamplingParams) -> AsyncGenerator[Any, None]:
         """As vLLM's own does, which closes whatever happens."""
         collector = await self.add_request("id", PROMPT, params)
         try:
@@ -56,7 +56,7 @@ class Llm:
                 if output.finished:
                     return
         finally:
-            collector.close()  # type: ignore[no-untyped-call]
+            collector.close()
 
 
 class Shared:
@@ -181,7 +181,7 @@ async def test_listed_requests_wait_until_the_engine_is_done_with_ranked_ones() 
     collector.put(output(finished=True))
     await asyncio.wait_for(entering, 10)
     assert len(shared.registry) == 1
-    collector.close()  # type: ignore[no-untyped-call]
+    collector.close()
     second = asyncio.ensure_future(shared.gate.enter(BatchKind.RANKED))
     await settle()
     assert not second.done(), "it left once"
