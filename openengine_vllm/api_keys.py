@@ -11,6 +11,8 @@ from typing import Final
 
 API_KEY_VARIABLE: Final = "OPENENGINE_API_KEY"
 """The environment variable that holds a key, for the server and for the commands."""
+VLLM_API_KEY_VARIABLE: Final = "VLLM_API_KEY"
+"""The same of vLLM's own HTTP server."""
 
 _KEY = re.compile(r"[!-~]+")
 _SCHEME: Final = "bearer"

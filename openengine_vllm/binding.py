@@ -53,6 +53,25 @@ def bind(
     return _bind_tcp(add_port, settings.host, settings.port)
 
 
+def bind_http(host: str, port: int) -> socket.socket:
+    """A socket of the address, which does not listen yet; 0 is a free port.
+
+    Raises:
+        BindError: with the reason.
+    """
+    shown = f"[{host}]" if ":" in host else host
+    _try_tcp(host, port, shown)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise BindError(f"cannot listen on {shown}:{port}: {error.strerror}") from error
+    return listener
+
+
 def _bind_tcp(add_port: AddPort, host: str, port: int) -> str:
     shown = f"[{host}]" if ":" in host else host
     _try_tcp(host, port, shown)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from openengine_vllm import __version__
-from openengine_vllm.api_keys import API_KEY_VARIABLE
+from openengine_vllm.api_keys import API_KEY_VARIABLE, VLLM_API_KEY_VARIABLE
 from openengine_vllm.settings import (
     DEFAULT_PORT,
     DEMO_MODEL,
@@ -175,8 +175,12 @@ def _parse(arguments: list[str]) -> ServerSettings:
         parser.error(f"--model is required; --model {DEMO_MODEL} serves a small model to try")
     if str(model).startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         parser.error(f"--model {model}: no such folder")
+    environment = os.environ
     try:
-        return server_settings(given, os.environ)
+        settings = server_settings(given, environment)
+        if settings.http_port is None:
+            return settings
+        return settings.guarded_by([environment.get(VLLM_API_KEY_VARIABLE, "")])
     except ValueError as error:
         parser.error(str(error))
 
@@ -228,7 +232,7 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
     from openengine_vllm import logs
     from openengine_vllm.binding import BindError
     from openengine_vllm.orphan_guard import OrphanGuard
-    from openengine_vllm.server import Server, StartError
+    from openengine_vllm.process import Process, StartError
     from openengine_vllm.tls import TlsError
 
     logs.configure(settings.log_level, settings.log_format)
@@ -247,17 +251,18 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
         gc.freeze()
         return serving
 
-    def on_ready(address: str, serving: Serving) -> None:
+    def on_ready(address: str, http_address: str, serving: Serving) -> None:
         info = serving.engine_info
+        http = f"http={http_address} " if http_address else ""
         announce(
-            f"openengine ready grpc={address} model={info.supported_models[0]} "
+            f"openengine ready grpc={address} {http}model={info.supported_models[0]} "
             f"role=aggregated instance={info.instance_id}"
         )
         tls = settings.tls is not None
         announce("try: " + _next_command(address, serving.has_chat_template, tls))
 
     async def serve() -> int:
-        return await Server(settings, load, on_ready).run()
+        return await Process(settings, load, on_ready).run()
 
     try:
         with OrphanGuard(_scratch_folder()):

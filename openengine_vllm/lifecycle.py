@@ -12,6 +12,7 @@ from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 
 if TYPE_CHECKING:
+    from openengine_vllm.engine.http import HttpFrontend
     from openengine_vllm.engine.runtime import Engine
 
 
@@ -23,6 +24,8 @@ class Serving:
     engine_info: pb.EngineInfo
     model_info: pb.ModelInfo
     has_chat_template: bool
+    http: HttpFrontend | None = None
+    """vLLM's own HTTP API, where it is to be served."""
 
 
 class Lifecycle:

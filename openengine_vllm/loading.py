@@ -1,8 +1,11 @@
-"""The whole way from flags to a live engine and what it tells of itself, in one blocking call."""
+"""From flags, or from an engine that lives already, to one that can be served."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from openengine_vllm.demo_model import ensure_demo_model
 from openengine_vllm.engine.detokenizers import detokenizer_of
@@ -11,31 +14,81 @@ from openengine_vllm.engine.guide_checker import GuideChecker
 from openengine_vllm.engine.guide_params import worker_config
 from openengine_vllm.engine.launch import build_engine, parse_engine_args
 from openengine_vllm.engine.runtime import Engine
+from openengine_vllm.engine.stat_logger import attach_stats
+from openengine_vllm.engine.stats import EngineStats
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.settings import DEMO_MODEL, ServerSettings, add_server_arguments
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from openengine_vllm.engine.http import HttpFrontend
 
 
 def load_engine(
     argv: list[str], prog: str, settings: ServerSettings, instance_id: str, version: str
 ) -> Serving:
-    """Parse the engine's flags, load the model and start the engine's processes.
+    """Parse the engine's flags, load the model and start the engine's processes. Blocks.
 
     Raises:
         SystemExit: a flag is wrong; argparse has said so on stderr.
         Exception: whatever vLLM raises when it cannot start.
     """
-    args, served_names = parse_engine_args(argv, prog, add_server_arguments, _resolve_model)
+    serves_http = settings.http_port is not None
+    args, flags = parse_engine_args(
+        argv, prog, add_server_arguments, _resolve_model, http=serves_http
+    )
+    http = _http_frontend(flags) if serves_http else None
     # Started here, it gets ready in the time that the engine takes to load.
     guides = GuideChecker()
     try:
-        llm, stats = build_engine(args)
-        detokenizer = detokenizer_of(llm)
-        pieces = detokenizer.pieces(llm.model_config.get_vocab_size())
-        facts = model_facts(llm, served_names, pieces)
+        llm, stats = build_engine(args, http=serves_http)
+        if http is not None:
+            http.attach(llm)
+        return _serving(
+            llm, stats, guides, flags.served_model_name, settings, instance_id, version, http
+        )
     except BaseException:
         guides.close()
         raise
+
+
+def attach_engine(
+    llm: AsyncLLM,
+    served_names: Sequence[str],
+    settings: ServerSettings,
+    instance_id: str,
+    version: str,
+) -> Serving:
+    """The same of an engine that runs in this process already. Blocks for about a second.
+
+    Raises:
+        ValueError: it keeps no statistics.
+    """
+    stats = EngineStats()
+    attach_stats(llm, stats)
+    guides = GuideChecker()
+    try:
+        return _serving(llm, stats, guides, served_names, settings, instance_id, version, None)
+    except BaseException:
+        guides.close()
+        raise
+
+
+def _serving(
+    llm: AsyncLLM,
+    stats: EngineStats,
+    guides: GuideChecker,
+    served_names: Sequence[str],
+    settings: ServerSettings,
+    instance_id: str,
+    version: str,
+    http: HttpFrontend | None,
+) -> Serving:
+    detokenizer = detokenizer_of(llm)
+    pieces = detokenizer.pieces(llm.model_config.get_vocab_size())
+    facts = model_facts(llm, tuple(served_names), pieces)
     if facts.guide_backend:
         guides.configure(worker_config(llm.vllm_config))
     else:
@@ -47,7 +100,14 @@ def load_engine(
         ),
         model_info=model_info(llm.vllm_config, facts, settings.limits),
         has_chat_template=has_chat_template(llm),
+        http=http,
     )
+
+
+def _http_frontend(flags: argparse.Namespace) -> HttpFrontend:
+    from openengine_vllm.engine.http import HttpFrontend
+
+    return HttpFrontend(flags)
 
 
 def _resolve_model(name: str) -> str:

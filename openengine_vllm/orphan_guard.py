@@ -44,6 +44,10 @@ class OrphanGuard:
         self._folder = folder
 
     def __enter__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Guard to the end of this process."""
         self._process = subprocess.Popen(
             [sys.executable, "-I", __file__, str(os.getpid()), str(self._folder)],
             stdin=subprocess.PIPE,

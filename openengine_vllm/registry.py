@@ -101,17 +101,21 @@ class RequestRegistry:
         """
         if request_id in self._live:
             raise errors.duplicate_request(request_id)
-        if self._sequences + sequences > self._capacity:
-            raise errors.overloaded(
-                f"{self._sequences} sequences are live and {sequences} more would pass "
-                f"the limit of {self._capacity}"
-            )
+        self.check_room(sequences)
         entry = Entry(request_id, sequences)
         self._live[request_id] = entry
         self._sequences += sequences
         self._ended.pop(request_id, None)
         self._changed()
         return entry
+
+    def check_room(self, sequences: int) -> None:
+        """Raise OVERLOADED when ``sequences`` more would pass the capacity."""
+        if self._sequences + sequences > self._capacity:
+            raise errors.overloaded(
+                f"{self._sequences} sequences are live and {sequences} more would pass "
+                f"the limit of {self._capacity}"
+            )
 
     def close(self, entry: Entry) -> None:
         """End a request, exactly once: its id and its slots are free from here on."""

@@ -1,18 +1,16 @@
-"""The process from its first bind to its last breath.
+"""The gRPC server in front of one engine, whoever owns the process.
 
-Read :meth:`Server.run` from the top: bind, load, prove, serve, drain, stop. Everything that
-changes the process's state happens here.
+:meth:`Server.open`, :meth:`Server.serve`, :meth:`Server.watch`, :meth:`Server.drain`,
+:meth:`Server.close`: everything that changes the server's state happens here. Our own process
+(:mod:`openengine_vllm.process`) loads an engine in between, the plugin
+(:mod:`openengine_vllm.plugin`) takes the one that `vllm serve` has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import threading
 import uuid
-from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
 from typing import Any
 
 import grpc
@@ -21,7 +19,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from openengine_vllm.binding import bind
-from openengine_vllm.children import stop_descendants
 from openengine_vllm.drain import Drains
 from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.protocol import errors
@@ -46,40 +43,20 @@ from openengine_vllm.tls import server_credentials
 _log = structlog.get_logger(__name__)
 
 _DEATH_POLL_SECONDS = 0.2
-_DEATH_LINGER_SECONDS = 2.0
 _FLUSH_SECONDS = 2.0
-
-Loader = Callable[[str], Serving]
-"""Loads the engine in a thread, given the instance id."""
-
-
-class StartError(Exception):
-    """The engine could not be started; ``code`` is the exit status, the message says why."""
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Server:
-    """One engine, one listening address, one life.
+    """One engine, one listening address.
 
     Args:
         settings: the operator's.
-        load: blocks while the model loads and returns the live engine.
-        on_ready: told the bound address once requests can be served.
     """
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        load: Loader,
-        on_ready: Callable[[str, Serving], None],
-    ) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._load = load
-        self._on_ready = on_ready
-        self._instance_id = uuid.uuid4().hex
+        self.instance_id = uuid.uuid4().hex
+        """New at each start."""
         self.lifecycle = Lifecycle()
         """The state, and the live engine once there is one."""
         self.registry = RequestRegistry(settings.max_concurrent_requests)
@@ -87,20 +64,19 @@ class Server:
         self._probe = InferenceProbe(settings.probe_timeout)
         self._stalls = StallWatch(settings.stall_timeout)
         self._events = RuntimeEventsService(
-            self.lifecycle, self.registry, self._stalls, self._instance_id
+            self.lifecycle, self.registry, self._stalls, self.instance_id
         )
         self._health = HealthServicer()
         self._drains = Drains(self.lifecycle, self.registry, self._report_health)
-        self._stop = asyncio.Event()
-        self._stop_now = asyncio.Event()
+        self._grpc_server: grpc.aio.Server | None = None
+        self._watching: asyncio.Future[None] | None = None
 
-    async def run(self) -> int:
-        """Serve until told to stop or until the engine dies; returns the exit status.
+    async def open(self) -> str:
+        """Listen; everything but Health is refused until :meth:`serve`. Returns the address.
 
         Raises:
             TlsError: the certificate cannot be served.
             BindError: the address cannot be served.
-            StartError: the engine cannot be started.
         """
         settings = self._settings
         grpc_server = self._build()
@@ -108,23 +84,60 @@ class Server:
         address = bind(grpc_server, settings, credentials)
         await self._report_health()
         await grpc_server.start()
+        self._grpc_server = grpc_server
+        self._watching = asyncio.ensure_future(self._stalls.run())
         _log.info(
             "listening",
             address=address,
             tls=settings.tls is not None,
             api_keys=len(settings.api_keys),
-            instance=self._instance_id,
+            instance=self.instance_id,
         )
         if not (settings.loopback or settings.authenticates):
             _log.warning("anyone who can reach the address can use the engine", address=address)
-        watching = asyncio.ensure_future(self._stalls.run())
-        with self._signals():
-            try:
-                return await self._serve(address)
-            finally:
-                watching.cancel()
-                self._events.end()
-                await grpc_server.stop(_FLUSH_SECONDS)
+        return address
+
+    async def serve(self, serving: Serving) -> None:
+        """Take requests for this engine, which has proven that it works."""
+        serving.engine.share(self.registry, lambda: self.lifecycle.accepting)
+        self.lifecycle.ready(serving)
+        await self._report_health()
+
+    async def watch(self, stop: asyncio.Event) -> bool:
+        """Wait until told to stop or until the engine has died; true when it has.
+
+        Where the server is to outlive its engine, its death alone does not end the wait.
+        """
+        engine = self.lifecycle.serving.engine
+        while not stop.is_set():
+            if engine.dead and self.lifecycle.state != pb.HEALTH_STATE_NOT_READY:
+                await self._engine_died()
+                if self._settings.exit_on_engine_death:
+                    return True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _DEATH_POLL_SECONDS)
+        return self.lifecycle.state == pb.HEALTH_STATE_NOT_READY
+
+    async def drain(self, now: asyncio.Event) -> None:
+        """Take no more work and wait for what runs: for the drain timeout, or until ``now``."""
+        drain = await self._drains.begin(
+            stop_accepting=True,
+            deadline=self._settings.drain_timeout,
+            abort_after_deadline=True,
+        )
+        hurrying = asyncio.ensure_future(now.wait())
+        await first(drain.finished, hurrying)
+        hurrying.cancel()
+        drain.hurry()
+        await drain.finished
+
+    async def close(self) -> None:
+        """Stop listening; what is left of the streams is cut off after a moment."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._events.end()
+        if self._grpc_server is not None:
+            await self._grpc_server.stop(_FLUSH_SECONDS)
 
     def _build(self) -> grpc.aio.Server:
         settings = self._settings
@@ -160,111 +173,12 @@ class Server:
         server.add_generic_rpc_handlers((services,))
         return server
 
-    async def _serve(self, address: str) -> int:
-        serving = await self._start()
-        if serving is None:
-            return 0
-        try:
-            self.lifecycle.ready(serving)
-            await self._report_health()
-            self._on_ready(address, serving)
-            died = await self._until_stop_or_death(serving)
-            if died:
-                await self._mourn()
-                return 1
-            await self._drain()
-            return 1 if serving.engine.dead else 0
-        finally:
-            _log.info("stopping the engine")
-            await asyncio.to_thread(serving.engine.shutdown)
-            await asyncio.to_thread(stop_descendants)
-
-    async def _start(self) -> Serving | None:
-        """Load the engine and see it answer once; None when told to stop meanwhile."""
-        loaded = self._load_in_thread()
-        stopping = asyncio.ensure_future(self._stop.wait())
-        await _first(loaded, stopping)
-        if not loaded.done():
-            _log.info("told to stop while loading")
-            await asyncio.to_thread(stop_descendants)
-            return None
-        serving = loaded.result()
-        proving = asyncio.ensure_future(serving.engine.probe())
-        await _first(proving, stopping)
-        stopping.cancel()
-        if proving.done() and proving.exception() is None:
-            return serving
-        proving.cancel()
-        await asyncio.to_thread(serving.engine.shutdown)
-        await asyncio.to_thread(stop_descendants)
-        if proving.done() and (error := proving.exception()):
-            raise StartError(f"the engine started but cannot infer: {error}")
-        return None
-
-    def _load_in_thread(self) -> asyncio.Future[Serving]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Serving] = loop.create_future()
-
-        def settle(result: Serving | None, error: BaseException | None) -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            elif result is not None:
-                future.set_result(result)
-
-        def load() -> None:
-            # The engine's processes inherit this mask: a Ctrl-C in the terminal reaches them
-            # too, and must not kill the engine under streams that are still to finish.
-            # Python's resource tracker is started first, for its start undoes the mask.
-            resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            outcome: tuple[Serving | None, BaseException | None]
-            try:
-                outcome = (self._load(self._instance_id), None)
-            except BaseException as error:
-                outcome = (None, error)
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, *outcome)
-
-        threading.Thread(target=load, name="engine-load", daemon=True).start()
-        return future
-
-    async def _until_stop_or_death(self, serving: Serving) -> bool:
-        """Wait; true when the engine has died and the process is to follow it."""
-        while not self._stop.is_set():
-            if serving.engine.dead and self.lifecycle.state != pb.HEALTH_STATE_NOT_READY:
-                await self._engine_died()
-                if self._settings.exit_on_engine_death:
-                    return True
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), _DEATH_POLL_SECONDS)
-        return self.lifecycle.state == pb.HEALTH_STATE_NOT_READY
-
     async def _engine_died(self) -> None:
         _log.error("the engine has died")
         self.lifecycle.fail()
         await self._report_health()
         self._end_all(EndReason.ENGINE_DEAD)
         self._events.end(errors.engine_dead())
-
-    async def _mourn(self) -> None:
-        """Stay for a moment, so that clients and probes learn what happened."""
-        if not self._stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), _DEATH_LINGER_SECONDS)
-
-    async def _drain(self) -> None:
-        drain = await self._drains.begin(
-            stop_accepting=True,
-            deadline=self._settings.drain_timeout,
-            abort_after_deadline=True,
-        )
-        now = asyncio.ensure_future(self._stop_now.wait())
-        await _first(drain.finished, now)
-        now.cancel()
-        drain.hurry()
-        await drain.finished
 
     def _end_all(self, reason: EndReason) -> None:
         for entry in self.registry:
@@ -280,29 +194,7 @@ class Server:
         for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
 
-    def stop(self) -> None:
-        """Drain and stop; the second call cuts the drain short."""
-        if self._stop.is_set():
-            self._stop_now.set()
-        self._stop.set()
 
-    def _on_signal(self, number: int) -> None:
-        _log.info("signal", name=signal.Signals(number).name)
-        self.stop()
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
-
-async def _first(*futures: asyncio.Future[Any]) -> None:
+async def first(*futures: asyncio.Future[Any]) -> None:
     """Wait until one of the futures is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,9 @@ class ServerSettings:
     host: str
     port: int
     uds: str | None
+    http_host: str
+    http_port: int | None
+    """None without HTTP."""
     api_keys: ApiKeys
     tls: TlsFiles | None
     max_connections: int
@@ -69,18 +72,34 @@ class ServerSettings:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
-        if self.uds is not None or self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        """Whether only this machine can reach the server by gRPC."""
+        return self.uds is not None or is_loopback(self.host)
+
+    def guarded_by(self, vllm_keys: Iterable[str]) -> ServerSettings:
+        """The same with the keys of vLLM's HTTP server, where there are none of its own.
+
+        Who guards the engine on one port means it for the other.
+
+        Raises:
+            ValueError: one cannot be a key.
+        """
+        keys = [key for key in vllm_keys if key]
+        return self if self.api_keys or not keys else replace(self, api_keys=ApiKeys(keys))
 
     @property
     def reflects(self) -> bool:
         """Whether the server describes its services to whoever asks."""
         return self.reflection == "on" or (self.reflection == "auto" and self.loopback)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address of this host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +115,17 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     listen.add_argument(
         "--uds", metavar="PATH", help="serve on this Unix-domain socket instead of TCP"
+    )
+    listen.add_argument(
+        "--http-port",
+        type=_port,
+        metavar="N",
+        help="serve vLLM's own HTTP API on this TCP port as well, from the same engine; vLLM's "
+        "flags for it (--chat-template, --tool-call-parser, ...) work then; 0 picks a free port "
+        "(no HTTP)",
+    )
+    listen.add_argument(
+        "--http-host", default="127.0.0.1", help="address to bind for HTTP (127.0.0.1)"
     )
     listen.add_argument(
         "--reflection",
@@ -182,8 +212,9 @@ def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         nargs="+",
         metavar="KEY",
-        help="keys, one of which every call but grpc.health.v1 has to bring, as authorization: "
-        f"Bearer KEY; ps shows flags, so prefer the file or the environment ({API_KEY_VARIABLE})",
+        help="keys, one of which every call but grpc.health.v1 (and HTTP's /health) has to bring, "
+        "as authorization: Bearer KEY; ps shows flags, so prefer the file or the environment "
+        f"({API_KEY_VARIABLE})",
     )
     security.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="a file of such keys, one a line"
@@ -231,10 +262,23 @@ def server_settings(
     Raises:
         ValueError: flags that do not go together, or a key that cannot be had.
     """
+    address = (namespace.host, namespace.port)
+    if (
+        namespace.port
+        and not namespace.uds
+        and address
+        == (
+            namespace.http_host,
+            namespace.http_port,
+        )
+    ):
+        raise ValueError("--http-port and --port have to differ")
     return ServerSettings(
         host=namespace.host,
         port=namespace.port,
         uds=namespace.uds,
+        http_host=namespace.http_host,
+        http_port=namespace.http_port,
         api_keys=configured_keys(namespace.api_key, namespace.api_key_file, environment),
         tls=_tls_files(namespace),
         max_connections=namespace.max_connections,

@@ -34,7 +34,9 @@ def parse_engine_args(
     prog: str,
     add_server_arguments: Callable[[argparse.ArgumentParser], None],
     resolve_model: Callable[[str], str],
-) -> tuple[AsyncEngineArgs, tuple[str, ...]]:
+    *,
+    http: bool = False,
+) -> tuple[AsyncEngineArgs, argparse.Namespace]:
     """Parse vLLM's engine flags, with our own beside them so that ``--config`` may set both.
 
     Args:
@@ -42,17 +44,16 @@ def parse_engine_args(
         prog: the program's name, for messages.
         add_server_arguments: declares our own flags.
         resolve_model: turns the model's name on the command line into one that vLLM knows.
+        http: take the flags of vLLM's HTTP server as well.
 
     Returns:
-        The arguments, and the served names: the default one first, then its aliases (vLLM's
-        own configuration keeps only the first).
+        The engine's arguments, and all flags. Their ``served_model_name`` is the default name
+        and then its aliases (vLLM's own configuration keeps only the first).
 
     Raises:
         SystemExit: 2 and one line on stderr for a flag or value that is wrong.
     """
-    parser = FlexibleArgumentParser(prog=prog, usage=argparse.SUPPRESS)
-    add_server_arguments(parser)
-    AsyncEngineArgs.add_cli_args(parser)
+    parser = _parser(prog, add_server_arguments, http=http)
     chosen = _cpu_defaults() if current_platform.is_cpu() else {}
     standard_share = parser.get_default("gpu_memory_utilization")
     parser.set_defaults(**chosen)
@@ -67,17 +68,32 @@ def parse_engine_args(
         names = [names]
     namespace.served_model_name = list(dict.fromkeys(names))
     namespace.model = resolve_model(namespace.model)
-    return AsyncEngineArgs.from_cli_args(namespace), tuple(namespace.served_model_name)
+    return AsyncEngineArgs.from_cli_args(namespace), namespace
+
+
+def _parser(
+    prog: str, add_server_arguments: Callable[[argparse.ArgumentParser], None], *, http: bool
+) -> FlexibleArgumentParser:
+    if not http:
+        parser = FlexibleArgumentParser(prog=prog, usage=argparse.SUPPRESS)
+    else:
+        from openengine_vllm.engine.http import add_http_arguments
+
+        # Where both have a flag, ours is the last word.
+        parser = FlexibleArgumentParser(
+            prog=prog, usage=argparse.SUPPRESS, conflict_handler="resolve"
+        )
+        add_http_arguments(parser)
+    add_server_arguments(parser)
+    AsyncEngineArgs.add_cli_args(parser)
+    return parser
 
 
 def engine_flags_help(
     prog: str, add_server_arguments: Callable[[argparse.ArgumentParser], None], keyword: str
 ) -> None:
     """Print vLLM's own help for ``--help=KEYWORD`` (``all``, a group's title or a flag)."""
-    parser = FlexibleArgumentParser(prog=prog)
-    add_server_arguments(parser)
-    AsyncEngineArgs.add_cli_args(parser)
-    parser.parse_args([f"--help={keyword}"])
+    _parser(prog, add_server_arguments, http=True).parse_args([f"--help={keyword}"])
 
 
 def _cpu_defaults() -> dict[str, Any]:
@@ -94,23 +110,29 @@ def _leave_to_operator(namespace: argparse.Namespace, chosen: Mapping[str, Any],
         setattr(namespace, name, None)
 
 
-def build_engine(args: AsyncEngineArgs) -> tuple[AsyncLLM, EngineStats]:
+def build_engine(args: AsyncEngineArgs, *, http: bool = False) -> tuple[AsyncLLM, EngineStats]:
     """Load the model and start the engine's processes. Blocks until the engine is up.
 
     Call it where no event loop runs: vLLM looks at what is set here when its first request
     comes. The schedulers' statistics are kept, one record a step. Those of each token are not:
-    they would cost several microseconds a token, and only vLLM's spans need them. Environment
-    variables are read once, as vLLM's own processes do, since it looks at some for every token.
+    they would cost several microseconds a token, and only vLLM's spans and its HTTP server need
+    them; ``http`` keeps them, and leaves vLLM's own loggers and metrics to its flags.
+    Environment variables are read once, as vLLM's own processes do, since it looks at some for
+    every token.
     """
-    args.disable_log_stats = True
+    in_place_of_metrics = not http or args.disable_log_stats
+    args.disable_log_stats |= not http
+    hides_details = not args.enable_logging_iteration_details
     args.enable_logging_iteration_details = True
     stats = EngineStats()
     llm = AsyncLLM.from_engine_args(
         args,
         usage_context=UsageContext.OPENAI_API_SERVER,
-        stat_loggers=[stat_logger(stats)],
+        stat_loggers=[
+            stat_logger(stats, in_place_of_metrics=in_place_of_metrics, hides_details=hides_details)
+        ],
     )
-    if not args.otlp_traces_endpoint:
+    if not (http or args.otlp_traces_endpoint):
         llm.log_stats = llm.output_processor.log_stats = False
     enable_envs_cache()
     return llm, stats

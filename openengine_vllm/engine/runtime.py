@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -23,9 +23,10 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from openengine_vllm.engine.decode import Detokenizer
 from openengine_vllm.engine.facts import ModelFacts
-from openengine_vllm.engine.gate import BatchGate, BatchKind
+from openengine_vllm.engine.gate import BatchGate
 from openengine_vllm.engine.guide_checker import CheckedGuide, GuideChecker
 from openengine_vllm.engine.guide_params import CheckedSamplingParams, guide_params
+from openengine_vllm.engine.guided import Guide
 from openengine_vllm.engine.information import InformationReader
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.pause import Pause
@@ -36,12 +37,14 @@ from openengine_vllm.engine.requests import (
     check_prompt_length,
 )
 from openengine_vllm.engine.scores import PendingScores, keep_arrays
+from openengine_vllm.engine.sharing import SharedEntrance
 from openengine_vllm.engine.stats import Demand, EngineStats, Load
 from openengine_vllm.engine.stream import GenerationStream, RunningSequence
 from openengine_vllm.engine.token_information import check_prompt_information
+from openengine_vllm.engine.waiting_room import Leave, WaitingRoom
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
-from openengine_vllm.registry import EndReason
+from openengine_vllm.registry import EndReason, RequestRegistry
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput
@@ -72,12 +75,13 @@ class Engine:
         stats: EngineStats,
     ) -> None:
         self._llm = llm
+        self._add_request = llm.add_request
         self._guides = guides
         self.facts = facts
         self._most_bytes = most_bytes
         self._serial = itertools.count()
         self._detokenizer = detokenizer
-        self._gate = None if llm.vllm_config.use_v2_model_runner else BatchGate()
+        self._room = WaitingRoom(None if llm.vllm_config.use_v2_model_runner else BatchGate())
         self._worker = ThreadPoolExecutor(1, "encode")
         self._count_reasoning = reasoning_counter(llm)
         self.tracer = _tracer(llm)
@@ -85,8 +89,6 @@ class Engine:
         self.stats = stats
         """What the schedulers say, step by step."""
         self._progress = stats.progress
-        self._streams: set[GenerationStream] = set()
-        self._held_back = self._held_back_tokens = 0
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -103,14 +105,25 @@ class Engine:
         """Requests that vLLM's frontend still tracks."""
         return self._llm.get_num_unfinished_requests()
 
+    def share(self, registry: RequestRegistry, accepting: Callable[[], object]) -> None:
+        """Let in the requests of others, of vLLM's own server, that use the engine directly.
+
+        Args:
+            registry: they count as live requests there.
+            accepting: raises OpenEngineError while no new work is taken.
+        """
+        SharedEntrance(self._llm, self._room, registry, accepting, self._settle_backend)
+
     def load(self) -> Load:
         """How busy the engine is now."""
-        running, waiting = 0, self._held_back_tokens
-        for stream in self._streams:
-            of_running, of_waiting = stream.context_tokens
-            running += of_running
-            waiting += of_waiting
-        return self.stats.load(Demand(self.unfinished(), self._held_back, running, waiting))
+        running, waiting = 0, self._room.tokens
+        for state in self._llm.output_processor.request_states.values():
+            generated = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
+            if generated:
+                running += state.prompt_len + generated
+            else:
+                waiting += state.prompt_len
+        return self.stats.load(Demand(self.unfinished(), self._room.sequences, running, waiting))
 
     async def prepare(self, plan: GenerationPlan) -> PreparedRequest:
         """Tokenize the prompt, and check what its tokens decide.
@@ -136,39 +149,21 @@ class Engine:
             OpenEngineError: the engine refuses it or is dead; nothing is left behind then.
         """
         plan = request.plan
-        with self._holding_back(request):
+        with self._room.waiting(plan.sequences, len(request.prompt_ids)):
             guide = None if plan.guide is None else await self._guides.check(plan.guide)
-            leave = await self._enter(plan.information.batch_kind)
+            leave = await self._room.enter(plan.information.batch_kind)
         try:
             return await self._begin(request, guide, trace_headers, leave)
         except BaseException:
             leave()
             raise
 
-    @contextlib.contextmanager
-    def _holding_back(self, request: PreparedRequest) -> Iterator[None]:
-        sequences = request.plan.sequences
-        tokens = sequences * len(request.prompt_ids)
-        self._held_back += sequences
-        self._held_back_tokens += tokens
-        try:
-            yield
-        finally:
-            self._held_back -= sequences
-            self._held_back_tokens -= tokens
-
-    async def _enter(self, kind: BatchKind | None) -> Callable[[], None]:
-        if kind is None or self._gate is None:
-            return lambda: None
-        await self._gate.enter(kind)
-        return self._gate.leave
-
     async def _begin(
         self,
         request: PreparedRequest,
         guide: CheckedGuide | None,
         trace_headers: Mapping[str, str] | None,
-        leave: Callable[[], None],
+        leave: Leave,
     ) -> GenerationStream:
         plan = request.plan
         serial = next(self._serial)
@@ -195,13 +190,7 @@ class Engine:
                 raise self._refusal(error) from error
             raise
 
-        def on_close() -> None:
-            leave()
-            if stream is not None:
-                self._streams.discard(stream)
-
-        stream = self._stream(request, sequences, on_close)
-        self._streams.add(stream)
+        stream = self._stream(request, sequences, leave)
         if pending.overflowed:
             on_overflow()
         return stream
@@ -224,7 +213,7 @@ class Engine:
         self,
         request: PreparedRequest,
         sequences: Sequence[RunningSequence],
-        leave: Callable[[], None],
+        leave: Leave,
     ) -> GenerationStream:
         plan, prompt_ids = request.plan, request.prompt_ids
         encoder = GenerationEncoder(plan.request_id, self._most_bytes)
@@ -263,17 +252,37 @@ class Engine:
         Raises:
             OpenEngineError: the engine is dead or refused.
         """
-        engine_id = f"probe/{next(self._serial)}"
-        params = (
+        await self._ask(
             SamplingParams(max_tokens=1, temperature=0, detokenize=False)
             if self.facts.generates
             else await self._pooling_params()
         )
+
+    async def _settle_backend(self) -> None:
+        """Have the engine compile a guide of ours before any of others.
+
+        vLLM's engine compiles all guides with the backend of its first, and its own server
+        chooses one for each: with `auto`, guides that we have seen compile could then fail.
+        """
+        if self.facts.guide_backend == "auto":
+            with contextlib.suppress(errors.OpenEngineError):
+                guide = await self._guides.check(Guide("choice", ("0",)))
+                await self._ask(
+                    CheckedSamplingParams(
+                        max_tokens=1,
+                        temperature=0,
+                        detokenize=False,
+                        structured_outputs=guide_params(guide),
+                    )
+                )
+
+    async def _ask(self, params: SamplingParams | PoolingParams) -> None:
+        engine_id = f"probe/{next(self._serial)}"
         try:
             (prompt,) = await self._llm.renderer.render_cmpl_async(
                 [parse_model_prompt(self._llm.model_config, {"prompt_token_ids": [0]})]
             )
-            collector = await self._llm.add_request(engine_id, prompt, params)
+            collector = await self._add_request(engine_id, prompt, params)
             await collector.get()
         except BaseException as error:
             self.abort([engine_id])
@@ -285,10 +294,14 @@ class Engine:
         tasks = await self._llm.get_supported_tasks()
         return PoolingParams(task=self._llm.model_config.get_pooling_task(tasks))
 
-    def shutdown(self) -> None:
-        """Stop the engine's processes. Blocks for some seconds."""
+    def release(self) -> None:
+        """End what was started beside the engine, and leave it alone."""
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._guides.close()
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes. Blocks for some seconds."""
+        self.release()
         self._llm.shutdown()
         if self.tracer is not None:
             self.tracer.flush()
@@ -327,7 +340,7 @@ class Engine:
         pending: PendingScores,
     ) -> RunningSequence:
         plan = request.plan
-        collector = await self._llm.add_request(
+        collector = await self._add_request(
             engine_id,
             cast("EngineInput", dict(request.prompt)),
             self._sampling_params(request, index, guide),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.metrics.stats import IterationStats, SchedulerIterationDetails, SchedulerStats
 
 RATE_SECONDS = 10
 """Throughput is the mean over so many seconds."""
@@ -37,10 +37,10 @@ class Progress:
 class ForwardPass:
     """One pass through the model."""
 
-    iteration: int
-    """Counts the rank's passes."""
-    milliseconds: float
-    """How long the scheduler waited for it."""
+    iteration: int | None
+    """Counts the rank's passes; None where vLLM was not told to tell."""
+    milliseconds: float | None
+    """How long the scheduler waited for it; None likewise."""
     prefill_requests: int
     prefill_tokens: int
     decode_requests: int
@@ -165,6 +165,8 @@ class CacheHits:
 @dataclass(slots=True)
 class _Rank:
     stats: SchedulerStats | None = None
+    details: SchedulerIterationDetails | None = None
+    iteration: IterationStats | None = None
     time_ns: int = 0
 
 
@@ -173,7 +175,7 @@ class EngineStats:
     """The last word of each rank's scheduler, and what adds up over steps."""
 
     progress: Progress = field(default_factory=Progress)
-    """Counted by the streams."""
+    """Tokens are counted by the streams, outputs by them and with each step."""
     _ranks: dict[int, _Rank] = field(default_factory=lambda: {0: _Rank()})
     _total_blocks: int | None = None
     _prefix_caching: bool = False
@@ -182,7 +184,8 @@ class EngineStats:
     _preemptions: int = 0
     _prompt_rate: RecentRate = field(default_factory=RecentRate)
     _generation_rate: RecentRate = field(default_factory=RecentRate)
-    _counted_tokens: int = 0
+    _counted_tokens: int | None = 0
+    """Of those in ``progress``; None where steps tell of their tokens."""
 
     def configure(
         self, ranks: Sequence[int], total_blocks: int | None, *, prefix_caching: bool
@@ -205,19 +208,31 @@ class EngineStats:
         """Undo :meth:`watch`."""
         self._watchers.remove(callback)
 
-    def record(self, rank: int, stats: SchedulerStats) -> None:
-        """Take what a rank's scheduler says after a step."""
+    def record(
+        self, rank: int, stats: SchedulerStats, iteration: IterationStats | None = None
+    ) -> None:
+        """Take what a rank's scheduler says after a step.
+
+        Args:
+            rank: absolute data-parallel rank.
+            stats: the scheduler's.
+            iteration: the frontend's, of all requests whoever sent them; None where vLLM does
+                not keep them.
+        """
+        self.progress.outputs += 1
         entry = self._ranks[rank]
-        entry.stats = stats
+        entry.stats, entry.details, entry.iteration = stats, stats.iteration_details, iteration
         entry.time_ns = time.time_ns()
         now = time.monotonic()
         cache = stats.prefix_cache_stats
         if cache.requests:
             self._hits.add(cache.requests, cache.queries, cache.hits)
         self._preemptions += cache.preempted_requests
-        details = stats.iteration_details
-        if details is not None and details.num_ctx_tokens:
-            self._prompt_rate.add(details.num_ctx_tokens, now)
+        if (tokens := _prefill_tokens(entry)) > 0:
+            self._prompt_rate.add(tokens, now)
+        if iteration is not None:
+            self._generation_rate.add(iteration.num_generation_tokens, now)
+            self._counted_tokens = None
         self._count_tokens(now)
         if self._watchers:
             step = self._step(rank, entry)
@@ -251,7 +266,7 @@ class EngineStats:
 
     def _count_tokens(self, now: float) -> None:
         tokens = self.progress.tokens
-        if tokens != self._counted_tokens:
+        if self._counted_tokens is not None and tokens != self._counted_tokens:
             self._generation_rate.add(tokens - self._counted_tokens, now)
             self._counted_tokens = tokens
 
@@ -272,7 +287,7 @@ class EngineStats:
             deferred=deferred,
             used_blocks=self._used_blocks(stats.kv_cache_usage),
             total_blocks=self._total_blocks,
-            forward_pass=_forward_pass(stats),
+            forward_pass=_forward_pass(entry),
             transfers=dict(_numbers("", stats.kv_connector_stats or {})),
         )
 
@@ -296,9 +311,17 @@ class EngineStats:
         return attributes
 
 
-def _forward_pass(stats: SchedulerStats) -> ForwardPass | None:
-    details = stats.iteration_details
-    if details is None or details.is_dummy:
+def _prefill_tokens(rank: _Rank) -> int:
+    if rank.details is not None:
+        return rank.details.num_ctx_tokens
+    return 0 if rank.iteration is None else rank.iteration.prompt_token_stats.computed
+
+
+def _forward_pass(rank: _Rank) -> ForwardPass | None:
+    details = rank.details
+    if details is None:
+        return _forward_pass_of_frontend(rank)
+    if details.is_dummy:
         return None
     return ForwardPass(
         iteration=details.iteration_index,
@@ -307,6 +330,21 @@ def _forward_pass(stats: SchedulerStats) -> ForwardPass | None:
         prefill_tokens=details.num_ctx_tokens,
         decode_requests=details.num_generation_requests,
         decode_tokens=details.num_generation_tokens,
+    )
+
+
+def _forward_pass_of_frontend(rank: _Rank) -> ForwardPass | None:
+    """What the frontend can tell: it sees a prompt that takes several passes only in the last."""
+    if (seen := rank.iteration) is None:
+        return None
+    prefills, decodes = len(seen.time_to_first_tokens_iter), len(seen.inter_token_latencies_iter)
+    return ForwardPass(
+        iteration=None,
+        milliseconds=None,
+        prefill_requests=prefills,
+        prefill_tokens=_prefill_tokens(rank),
+        decode_requests=decodes,
+        decode_tokens=max(seen.num_generation_tokens - prefills, 0),
     )
 
 

@@ -162,17 +162,6 @@ class GenerationStream:
         return sum(sequence.output.generated for sequence in self._all)
 
     @property
-    def context_tokens(self) -> tuple[int, int]:
-        """Tokens of the outputs that have begun, prompt and generated, and of those that wait."""
-        running = waiting = 0
-        for sequence in self._live:
-            if generated := sequence.output.generated:
-                running += self._prompt_tokens + generated
-            else:
-                waiting += self._prompt_tokens
-        return running, waiting
-
-    @property
     def summary(self) -> StreamSummary:
         """What the request has come to so far."""
         return StreamSummary(

@@ -34,8 +34,9 @@ class ForwardPasses:
 
     def __init__(self) -> None:
         self.time_ns = 0
-        self._rank = self._passes = self._iteration = 0
-        self._milliseconds = 0.0
+        self._rank = self._passes = 0
+        self._iteration: int | None = None
+        self._milliseconds: float | None = None
         self._prefill_requests = self._prefill_tokens = 0
         self._decode_requests = self._decode_tokens = 0
 
@@ -45,7 +46,8 @@ class ForwardPasses:
         self._rank = step.rank
         self._passes += 1
         self._iteration = ran.iteration
-        self._milliseconds += ran.milliseconds
+        if ran.milliseconds is not None:
+            self._milliseconds = (self._milliseconds or 0) + ran.milliseconds
         self._prefill_requests += ran.prefill_requests
         self._prefill_tokens += ran.prefill_tokens
         self._decode_requests += ran.decode_requests
@@ -53,16 +55,19 @@ class ForwardPasses:
 
     def attributes(self) -> dict[str, str]:
         """Sums over the passes, and the number of the last one."""
-        return {
+        attributes = {
             "rank": str(self._rank),
             "passes": str(self._passes),
-            "iteration": str(self._iteration),
-            "duration_ms": f"{self._milliseconds:.3f}",
             "prefill_requests": str(self._prefill_requests),
             "prefill_tokens": str(self._prefill_tokens),
             "decode_requests": str(self._decode_requests),
             "decode_tokens": str(self._decode_tokens),
         }
+        if self._iteration is not None:
+            attributes["iteration"] = str(self._iteration)
+        if self._milliseconds is not None:
+            attributes["duration_ms"] = f"{self._milliseconds:.3f}"
+        return attributes
 
 
 class Transfers:

@@ -14,6 +14,7 @@ from grpc import aio
 from openengine_vllm.client import Client, generate_request
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.loading import load_engine
+from openengine_vllm.process import Process
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import client_options
 from openengine_vllm.server import Server
@@ -70,8 +71,8 @@ async def serve(*argv: str) -> AsyncIterator[Running]:
     def load(instance_id: str) -> Serving:
         return load_engine(list(argv), "openengine-vllm", settings, instance_id, "0")
 
-    server = Server(settings, load, lambda address, _: ready.set_result(address))
-    life = asyncio.ensure_future(server.run())
+    process = Process(settings, load, lambda address, *_: ready.set_result(address))
+    life = asyncio.ensure_future(process.run())
     waiting: list[asyncio.Future[Any]] = [life, ready]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     if life.done():
@@ -82,7 +83,7 @@ async def serve(*argv: str) -> AsyncIterator[Running]:
             aio.insecure_channel(target, options=client_options()) as channel,
             Client(target) as client,
         ):
-            yield Running(server, target, channel, client)
+            yield Running(process.server, target, channel, client)
     finally:
-        server.stop()
+        process.stop()
         assert await life == 0

@@ -114,6 +114,19 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
+def end(process: subprocess.Popen[str]) -> None:
+    """Terminate a process, and kill it when that takes too long."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
 def wait_until(condition: object, seconds: float, what: str) -> None:
     """Poll ``condition`` (a callable without arguments) until it holds.
 

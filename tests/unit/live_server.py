@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 from unittest import mock
 
-from openengine_vllm import server as server_module
+from openengine_vllm import process as process_module
 from openengine_vllm.lifecycle import Serving
+from openengine_vllm.process import Process
 from openengine_vllm.protocol import v1 as pb
-from openengine_vllm.server import Server
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.test_settings import parse
 
@@ -51,9 +51,9 @@ async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
         )
 
     settings = parse("--port", "0", "--drain-timeout", "0", *flags)
-    server = Server(settings, load, lambda address, _: ready.set_result(address))
+    server = Process(settings, load, lambda address, *_: ready.set_result(address))
     # The processes below this one are the tests' own.
-    with mock.patch.object(server_module, "stop_descendants"):
+    with mock.patch.object(process_module, "stop_descendants"):
         life = asyncio.ensure_future(server.run())
         waiting: list[asyncio.Future[Any]] = [life, ready]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -214,6 +214,9 @@ class ScriptedEngine:
         """Drop these."""
         self.aborted.update(engine_ids)
 
+    def share(self, *_: object) -> None:
+        """Nobody else comes."""
+
     async def probe(self) -> None:
         """Answer a probe."""
         self.probes += 1

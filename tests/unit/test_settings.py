@@ -54,12 +54,15 @@ def test_every_flag_reaches_its_setting() -> None:
             "9",
         ),
         *("--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"),
+        *("--http-host", "::1", "--http-port", "3"),
     )
 
     assert settings == ServerSettings(
         host="0.0.0.0",
         port=0,
         uds="/s",
+        http_host="::1",
+        http_port=3,
         api_keys=ApiKeys(["secret", "other"]),
         tls=TlsFiles(Path("c"), Path("k"), Path("a")),
         max_connections=8,
@@ -100,6 +103,7 @@ def test_who_has_to_show_something(arguments: tuple[str, ...], authenticates: bo
         (("--tls-cert", "c"), "go together"),
         (("--tls-key", "k"), "go together"),
         (("--tls-client-ca", "a"), "needs --tls-cert"),
+        (("--port", "5", "--http-port", "5"), "have to differ"),
         (("--api-key", ""), "--api-key: "),
         (("--api-key-file", "/does/not/exist"), "--api-key-file /does/not/exist: No such file"),
     ],
