@@ -53,8 +53,42 @@ def bind(
     return _bind_tcp(add_port, settings.host, settings.port)
 
 
+def listen_for_metrics(host: str, port: int) -> tuple[socket.socket, str]:
+    """A listening socket, and its address as it is dialled.
+
+    Raises:
+        BindError: with the reason.
+    """
+    shown = _shown(host)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()
+        except BaseException:
+            listener.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        raise BindError(f"cannot listen on {shown}:{port} for metrics: {_reason(error)}") from error
+    return listener, f"{shown}:{listener.getsockname()[1]}"
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return "not a host name"
+
+
 def _bind_tcp(add_port: AddPort, host: str, port: int) -> str:
-    shown = f"[{host}]" if ":" in host else host
+    shown = _shown(host)
     _try_tcp(host, port, shown)
     try:
         bound = add_port(f"{shown}:{port}")
@@ -74,8 +108,7 @@ def _try_tcp(host: str, port: int, shown: str) -> None:
                 probe.bind(address)
                 probe.listen(1)
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a host name"
-        raise BindError(f"cannot listen on {shown}:{port}: {reason}") from error
+        raise BindError(f"cannot listen on {shown}:{port}: {_reason(error)}") from error
 
 
 def _bind_uds(add_port: AddPort, path: Path) -> str:

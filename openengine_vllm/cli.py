@@ -248,11 +248,12 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
         gc.freeze()
         return serving
 
-    def on_ready(address: str, serving: Serving) -> None:
+    def on_ready(address: str, serving: Serving, metrics: str | None) -> None:
         info = serving.engine_info
         announce(
             f"openengine ready grpc={address} model={info.supported_models[0]} "
             f"role=aggregated instance={info.instance_id}"
+            + ("" if metrics is None else f" metrics={metrics}")
         )
         tls = settings.tls is not None
         announce("try: " + _next_command(address, serving.has_chat_template, tls))

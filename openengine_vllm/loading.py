@@ -29,7 +29,7 @@ def load_engine(
     # Started here, it gets ready in the time that the engine takes to load.
     guides = GuideChecker()
     try:
-        llm, stats = build_engine(args)
+        llm, stats = build_engine(args, with_metrics=settings.metrics_port is not None)
         detokenizer = detokenizer_of(llm)
         pieces = detokenizer.pieces(llm.model_config.get_vocab_size())
         facts = model_facts(llm, served_names, pieces)

@@ -66,7 +66,8 @@ class RequestRegistry:
     """
 
     def __init__(self, capacity: int, remembered: int = 10_000) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
+        """Sequences that may be live at once."""
         self._remembered = remembered
         self._live: dict[str, Entry] = {}
         self._sequences = 0
@@ -101,10 +102,10 @@ class RequestRegistry:
         """
         if request_id in self._live:
             raise errors.duplicate_request(request_id)
-        if self._sequences + sequences > self._capacity:
+        if self._sequences + sequences > self.capacity:
             raise errors.overloaded(
                 f"{self._sequences} sequences are live and {sequences} more would pass "
-                f"the limit of {self._capacity}"
+                f"the limit of {self.capacity}"
             )
         entry = Entry(request_id, sequences)
         self._live[request_id] = entry

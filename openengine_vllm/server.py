@@ -11,7 +11,7 @@ import contextlib
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -24,6 +24,8 @@ from openengine_vllm.binding import bind
 from openengine_vllm.children import stop_descendants
 from openengine_vllm.drain import Drains
 from openengine_vllm.lifecycle import Lifecycle, Serving
+from openengine_vllm.metrics.endpoint import served_metrics
+from openengine_vllm.metrics.server_metrics import ServerMetrics
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import server_options
@@ -37,6 +39,7 @@ from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.load import LoadService
 from openengine_vllm.services.probe import InferenceProbe
+from openengine_vllm.services.readings import add_readings
 from openengine_vllm.services.reflection import add_reflection
 from openengine_vllm.services.runtime_events import RuntimeEventsService
 from openengine_vllm.services.stalls import StallWatch
@@ -44,6 +47,15 @@ from openengine_vllm.settings import ServerSettings
 from openengine_vllm.tls import server_credentials
 
 _log = structlog.get_logger(__name__)
+
+LIVENESS_NAME = "liveness"
+"""What grpc.health.v1 calls whether the process is of use still: also while it starts and drains,
+so that whoever restarts what is not alive lets it finish."""
+
+_STATUS = {
+    True: health_pb2.HealthCheckResponse.SERVING,
+    False: health_pb2.HealthCheckResponse.NOT_SERVING,
+}
 
 _DEATH_POLL_SECONDS = 0.2
 _DEATH_LINGER_SECONDS = 2.0
@@ -67,14 +79,15 @@ class Server:
     Args:
         settings: the operator's.
         load: blocks while the model loads and returns the live engine.
-        on_ready: told the bound address once requests can be served.
+        on_ready: told the bound address, what is served, and the address of the metrics, if
+            they are served, once requests can be.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
         load: Loader,
-        on_ready: Callable[[str, Serving], None],
+        on_ready: Callable[[str, Serving, str | None], None],
     ) -> None:
         self._settings = settings
         self._load = load
@@ -85,10 +98,21 @@ class Server:
         self.registry = RequestRegistry(settings.max_concurrent_requests)
         """The live requests."""
         self._probe = InferenceProbe(settings.probe_timeout)
-        self._stalls = StallWatch(settings.stall_timeout)
+        self.metrics = None if settings.metrics_port is None else ServerMetrics()
+        """What is counted, and room for more; None where nobody asks for it."""
+        self._stalls = StallWatch(settings.stall_timeout, self.metrics)
         self._events = RuntimeEventsService(
             self.lifecycle, self.registry, self._stalls, self._instance_id
         )
+        if self.metrics is not None:
+            add_readings(
+                self.metrics,
+                self._instance_id,
+                self.lifecycle,
+                self.registry,
+                self._stalls,
+                self._events,
+            )
         self._health = HealthServicer()
         self._drains = Drains(self.lifecycle, self.registry, self._report_health)
         self._stop = asyncio.Event()
@@ -105,26 +129,36 @@ class Server:
         settings = self._settings
         grpc_server = self._build()
         credentials = None if settings.tls is None else server_credentials(settings.tls)
-        address = bind(grpc_server, settings, credentials)
-        await self._report_health()
-        await grpc_server.start()
-        _log.info(
-            "listening",
-            address=address,
-            tls=settings.tls is not None,
-            api_keys=len(settings.api_keys),
-            instance=self._instance_id,
-        )
-        if not (settings.loopback or settings.authenticates):
-            _log.warning("anyone who can reach the address can use the engine", address=address)
-        watching = asyncio.ensure_future(self._stalls.run())
-        with self._signals():
-            try:
-                return await self._serve(address)
-            finally:
-                watching.cancel()
-                self._events.end()
-                await grpc_server.stop(_FLUSH_SECONDS)
+        async with self._served_metrics() as metrics_address:
+            address = bind(grpc_server, settings, credentials)
+            await self._report_health()
+            await grpc_server.start()
+            _log.info(
+                "listening",
+                address=address,
+                tls=settings.tls is not None,
+                api_keys=len(settings.api_keys),
+                instance=self._instance_id,
+            )
+            if not (settings.loopback or settings.authenticates):
+                _log.warning("anyone who can reach the address can use the engine", address=address)
+            watching = asyncio.ensure_future(self._stalls.run())
+            with self._signals():
+                try:
+                    return await self._serve(address, metrics_address)
+                finally:
+                    watching.cancel()
+                    self._events.end()
+                    await grpc_server.stop(_FLUSH_SECONDS)
+
+    @contextlib.asynccontextmanager
+    async def _served_metrics(self) -> AsyncIterator[str | None]:
+        host, port = self._settings.metrics_host, self._settings.metrics_port
+        if self.metrics is None or port is None:
+            yield None
+            return
+        async with served_metrics(self.metrics, host, port) as address:
+            yield address
 
     def _build(self) -> grpc.aio.Server:
         settings = self._settings
@@ -136,7 +170,10 @@ class Server:
                 max_connections=settings.max_connections,
             )
         )
-        generate = GenerateService(self.lifecycle, self.registry, settings.limits, self._stalls)
+        metrics = self.metrics
+        generate = GenerateService(
+            self.lifecycle, self.registry, settings.limits, self._stalls, metrics
+        )
         discovery = DiscoveryService(self.lifecycle)
         control = ControlService(
             self.lifecycle, self.registry, self._probe, pb.ENGINE_ROLE_AGGREGATED
@@ -152,22 +189,23 @@ class Server:
             "GetLoad": LoadService(self.lifecycle).load,
             "SubscribeRuntimeEvents": self._events.subscribe,
         }
-        services = Services(settings.api_keys)
-        services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
+        services = Services(settings.api_keys, None if metrics is None else metrics.turned_away)
+        observe = None if metrics is None else metrics.observed
+        services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers, observe),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, services.as_server())
         if settings.reflects:
             add_reflection(services.as_server())
         server.add_generic_rpc_handlers((services,))
         return server
 
-    async def _serve(self, address: str) -> int:
+    async def _serve(self, address: str, metrics_address: str | None) -> int:
         serving = await self._start()
         if serving is None:
             return 0
         try:
             self.lifecycle.ready(serving)
             await self._report_health()
-            self._on_ready(address, serving)
+            self._on_ready(address, serving, metrics_address)
             died = await self._until_stop_or_death(serving)
             if died:
                 await self._mourn()
@@ -271,14 +309,11 @@ class Server:
             entry.end(reason)
 
     async def _report_health(self) -> None:
-        serving = self.lifecycle.state == pb.HEALTH_STATE_READY
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
+        state = self.lifecycle.state
         for name in ("", SERVICE_NAME):
-            await self._health.set(name, status)
+            await self._health.set(name, _STATUS[state == pb.HEALTH_STATE_READY])
+        alive = state != pb.HEALTH_STATE_NOT_READY
+        await self._health.set(LIVENESS_NAME, _STATUS[alive])
 
     def stop(self) -> None:
         """Drain and stop; the second call cuts the drain short."""

@@ -47,6 +47,8 @@ class ServerSettings:
     host: str
     port: int
     uds: str | None
+    metrics_host: str
+    metrics_port: int | None
     api_keys: ApiKeys
     tls: TlsFiles | None
     max_connections: int
@@ -70,17 +72,22 @@ class ServerSettings:
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.uds is not None or self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return self.uds is not None or is_loopback(self.host)
 
     @property
     def reflects(self) -> bool:
         """Whether the server describes its services to whoever asks."""
         return self.reflection == "on" or (self.reflection == "auto" and self.loopback)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +109,19 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "on", "off"),
         default="auto",
         help="gRPC server reflection; auto: on where only this machine can connect (auto)",
+    )
+    listen.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="N",
+        help="serve metrics for Prometheus, vLLM's and the server's, as HTTP /metrics on this TCP "
+        "port; 0 picks a free one, the ready line tells it (off)",
+    )
+    listen.add_argument(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address to bind for metrics; they need neither a key nor TLS (127.0.0.1)",
     )
     _add_security_arguments(parser)
     life = parser.add_argument_group("lifecycle", "starting, draining, dying")
@@ -235,6 +255,8 @@ def server_settings(
         host=namespace.host,
         port=namespace.port,
         uds=namespace.uds,
+        metrics_host=namespace.metrics_host,
+        metrics_port=namespace.metrics_port,
         api_keys=configured_keys(namespace.api_key, namespace.api_key_file, environment),
         tls=_tls_files(namespace),
         max_connections=namespace.max_connections,

@@ -94,13 +94,19 @@ def _leave_to_operator(namespace: argparse.Namespace, chosen: Mapping[str, Any],
         setattr(namespace, name, None)
 
 
-def build_engine(args: AsyncEngineArgs) -> tuple[AsyncLLM, EngineStats]:
+def build_engine(
+    args: AsyncEngineArgs, *, with_metrics: bool = False
+) -> tuple[AsyncLLM, EngineStats]:
     """Load the model and start the engine's processes. Blocks until the engine is up.
 
     Call it where no event loop runs: vLLM looks at what is set here when its first request
     comes. The schedulers' statistics are kept, one record a step. Those of each token are not:
-    they would cost several microseconds a token, and only vLLM's spans need them. Environment
-    variables are read once, as vLLM's own processes do, since it looks at some for every token.
+    they would cost several microseconds a token, and only vLLM's spans and metrics need them.
+    Environment variables are read once, as vLLM's own processes do, since it looks at some for
+    every token.
+
+    Args:
+        with_metrics: have vLLM keep its own metrics, in ``prometheus_client``'s global registry.
     """
     args.disable_log_stats = True
     args.enable_logging_iteration_details = True
@@ -108,9 +114,9 @@ def build_engine(args: AsyncEngineArgs) -> tuple[AsyncLLM, EngineStats]:
     llm = AsyncLLM.from_engine_args(
         args,
         usage_context=UsageContext.OPENAI_API_SERVER,
-        stat_loggers=[stat_logger(stats)],
+        stat_loggers=[stat_logger(stats, with_metrics=with_metrics)],
     )
-    if not args.otlp_traces_endpoint:
+    if not (args.otlp_traces_endpoint or with_metrics):
         llm.log_stats = llm.output_processor.log_stats = False
     enable_envs_cache()
     return llm, stats

@@ -70,7 +70,7 @@ async def serve(*argv: str) -> AsyncIterator[Running]:
     def load(instance_id: str) -> Serving:
         return load_engine(list(argv), "openengine-vllm", settings, instance_id, "0")
 
-    server = Server(settings, load, lambda address, _: ready.set_result(address))
+    server = Server(settings, load, lambda address, *_: ready.set_result(address))
     life = asyncio.ensure_future(server.run())
     waiting: list[asyncio.Future[Any]] = [life, ready]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -22,6 +22,8 @@ class LiveServer:
     def __init__(self) -> None:
         self.engine = ScriptedEngine()
         self.address = ""
+        self.metrics_address: str | None = None
+        self.server: Server
 
     @property
     def port(self) -> int:
@@ -40,7 +42,7 @@ async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
     live = LiveServer()
     live.engine.dead = False
     live.engine.shutdown = lambda: None  # type: ignore[attr-defined]
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def load(instance_id: str) -> Serving:
         return Serving(
@@ -50,8 +52,12 @@ async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
             has_chat_template=False,
         )
 
+    def on_ready(address: str, serving: Serving, metrics: str | None) -> None:
+        live.address, live.metrics_address = address, metrics
+        ready.set_result(None)
+
     settings = parse("--port", "0", "--drain-timeout", "0", *flags)
-    server = Server(settings, load, lambda address, _: ready.set_result(address))
+    server = live.server = Server(settings, load, on_ready)
     # The processes below this one are the tests' own.
     with mock.patch.object(server_module, "stop_descendants"):
         life = asyncio.ensure_future(server.run())
@@ -59,7 +65,6 @@ async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if life.done():
             life.result()
-        live.address = ready.result()
         try:
             yield live
         finally:

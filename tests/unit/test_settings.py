@@ -30,6 +30,8 @@ def test_defaults() -> None:
     assert settings.host == "127.0.0.1"
     assert settings.port == 50051
     assert settings.uds is None
+    assert settings.metrics_port is None
+    assert settings.metrics_host == "127.0.0.1"
     assert settings.loopback
     assert settings.reflects
     assert settings.limits == RequestLimits()
@@ -54,12 +56,15 @@ def test_every_flag_reaches_its_setting() -> None:
             "9",
         ),
         *("--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"),
+        *("--metrics-port", "9", "--metrics-host", "m"),
     )
 
     assert settings == ServerSettings(
         host="0.0.0.0",
         port=0,
         uds="/s",
+        metrics_host="m",
+        metrics_port=9,
         api_keys=ApiKeys(["secret", "other"]),
         tls=TlsFiles(Path("c"), Path("k"), Path("a")),
         max_connections=8,
