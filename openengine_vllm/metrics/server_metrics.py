@@ -155,7 +155,7 @@ class ServerMetrics(InstrumentSet):
         self._cached_tokens = self.add(
             Counter(
                 "openengine_cached_prompt_tokens_total",
-                "Those of them that came from the prefix cache.",
+                "Prompt tokens from the prefix cache, of accepted requests that have ended.",
                 "tokens",
             )
         ).cell()
