@@ -23,6 +23,7 @@ from openengine_vllm.metrics.instruments import Gauge, InstrumentSet
 from openengine_vllm.metrics.server_metrics import ServerMetrics
 from tests.support.scrape import Scrape, http
 from tests.unit.live_server import live_server
+from tests.unit.test_cli import program
 
 
 @contextlib.asynccontextmanager
@@ -158,6 +159,19 @@ async def test_a_busy_port_stops_the_start_before_anything_else() -> None:
     assert str(caught.value) == (
         f"cannot listen on 127.0.0.1:{port} for metrics: Address already in use"
     )
+
+
+def test_the_program_says_so_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = program("--model", "x", "--port", "0", "--metrics-port", str(port))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == (
+        f"openengine-vllm: error: cannot listen on 127.0.0.1:{port} for metrics: "
+        "Address already in use"
+    )
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", ".."])
