@@ -59,7 +59,7 @@ def bind_http(host: str, port: int) -> socket.socket:
     Raises:
         BindError: with the reason.
     """
-    shown = f"[{host}]" if ":" in host else host
+    shown = _shown(host)
     _try_tcp(host, port, shown)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -72,8 +72,30 @@ def bind_http(host: str, port: int) -> socket.socket:
     return listener
 
 
+def listen_for_metrics(host: str, port: int) -> tuple[socket.socket, str]:
+    """A listening socket, and its address as it is dialled.
+
+    Raises:
+        BindError: with the reason.
+    """
+    try:
+        listener = bind_http(host, port)
+        try:
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            raise BindError(f"cannot listen on {_shown(host)}:{port}: {error.strerror}") from error
+    except BindError as error:
+        raise BindError(f"{error} (for metrics)") from error
+    return listener, f"{_shown(host)}:{listener.getsockname()[1]}"
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def _bind_tcp(add_port: AddPort, host: str, port: int) -> str:
-    shown = f"[{host}]" if ":" in host else host
+    shown = _shown(host)
     _try_tcp(host, port, shown)
     try:
         bound = add_port(f"{shown}:{port}")

@@ -31,6 +31,7 @@ from openengine_vllm.settings import (
 
 if TYPE_CHECKING:
     from openengine_vllm.lifecycle import Serving
+    from openengine_vllm.process import Addresses
 
 PROG = "openengine-vllm"
 
@@ -251,15 +252,20 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
         gc.freeze()
         return serving
 
-    def on_ready(address: str, http_address: str, serving: Serving) -> None:
+    def on_ready(addresses: Addresses, serving: Serving) -> None:
         info = serving.engine_info
-        http = f"http={http_address} " if http_address else ""
-        announce(
-            f"openengine ready grpc={address} {http}model={info.supported_models[0]} "
-            f"role=aggregated instance={info.instance_id}"
-        )
+        told = {
+            "grpc": addresses.grpc,
+            "model": info.supported_models[0],
+            "role": "aggregated",
+            "instance": info.instance_id,
+            "http": addresses.http,
+            "metrics": addresses.metrics,
+        }
+        pairs = " ".join(f"{key}={value}" for key, value in told.items() if value is not None)
+        announce(f"openengine ready {pairs}")
         tls = settings.tls is not None
-        announce("try: " + _next_command(address, serving.has_chat_template, tls))
+        announce("try: " + _next_command(addresses.grpc, serving.has_chat_template, tls))
 
     async def serve() -> int:
         return await Process(settings, load, on_ready).run()

@@ -61,6 +61,11 @@ class Cursor:
         self.kinds = kinds
         self._next = start
 
+    @property
+    def behind(self) -> int:
+        """Events, of whatever kind, that have come since the last one that was read."""
+        return self._log.next - self._next
+
     def read(self, most: int) -> list[bytes]:
         """Up to ``most`` events that this reader has not had; none when there are no others.
 

@@ -43,7 +43,9 @@ def load_engine(
     # Started here, it gets ready in the time that the engine takes to load.
     guides = GuideChecker()
     try:
-        llm, stats = build_engine(args, http=serves_http)
+        llm, stats = build_engine(
+            args, http=serves_http, with_metrics=settings.metrics_port is not None
+        )
         if http is not None:
             http.attach(llm)
         return _serving(

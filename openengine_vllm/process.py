@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 
 import structlog
@@ -29,6 +30,15 @@ Loader = Callable[[str], Serving]
 """Loads the engine in a thread, given the instance id."""
 
 
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a process serves, as clients dial it; None for what it does not."""
+
+    grpc: str
+    http: str | None
+    metrics: str | None
+
+
 class StartError(Exception):
     """The engine could not be started; ``code`` is the exit status, the message says why."""
 
@@ -43,15 +53,14 @@ class Process:
     Args:
         settings: the operator's.
         load: blocks while the model loads and returns the live engine.
-        on_ready: told the bound address of gRPC, that of HTTP (empty without it) and the engine
-            once requests can be served.
+        on_ready: told the addresses and the engine once requests can be served.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
         load: Loader,
-        on_ready: Callable[[str, str, Serving], None],
+        on_ready: Callable[[Addresses, Serving], None],
     ) -> None:
         self._settings = settings
         self._load = load
@@ -88,7 +97,7 @@ class Process:
         try:
             await self.server.serve(serving)
             if serving.http is None or listener is None:
-                return await self._live(serving, address, "")
+                return await self._live(serving, address, None)
             try:
                 http_address = await serving.http.open(listener, self._settings)
             except Exception as error:
@@ -102,8 +111,8 @@ class Process:
             await asyncio.to_thread(serving.engine.shutdown)
             await asyncio.to_thread(stop_descendants)
 
-    async def _live(self, serving: Serving, address: str, http_address: str) -> int:
-        self._on_ready(address, http_address, serving)
+    async def _live(self, serving: Serving, address: str, http_address: str | None) -> int:
+        self._on_ready(Addresses(address, http_address, self.server.metrics_address), serving)
         if await self.server.watch(self._stop):
             await self._mourn()
             return 1

@@ -66,7 +66,8 @@ class RequestRegistry:
     """
 
     def __init__(self, capacity: int, remembered: int = 10_000) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
+        """Sequences that may be live at once."""
         self._remembered = remembered
         self._live: dict[str, Entry] = {}
         self._sequences = 0
@@ -111,10 +112,10 @@ class RequestRegistry:
 
     def check_room(self, sequences: int) -> None:
         """Raise OVERLOADED when ``sequences`` more would pass the capacity."""
-        if self._sequences + sequences > self._capacity:
+        if self._sequences + sequences > self.capacity:
             raise errors.overloaded(
                 f"{self._sequences} sequences are live and {sequences} more would pass "
-                f"the limit of {self._capacity}"
+                f"the limit of {self.capacity}"
             )
 
     def close(self, entry: Entry) -> None:

@@ -21,6 +21,8 @@ from grpc_health.v1._async import HealthServicer
 from openengine_vllm.binding import bind
 from openengine_vllm.drain import Drains
 from openengine_vllm.lifecycle import Lifecycle, Serving
+from openengine_vllm.metrics.endpoint import served_metrics
+from openengine_vllm.metrics.server_metrics import ServerMetrics
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import server_options
@@ -34,6 +36,7 @@ from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.load import LoadService
 from openengine_vllm.services.probe import InferenceProbe
+from openengine_vllm.services.readings import add_readings
 from openengine_vllm.services.reflection import add_reflection
 from openengine_vllm.services.runtime_events import RuntimeEventsService
 from openengine_vllm.services.stalls import StallWatch
@@ -41,6 +44,15 @@ from openengine_vllm.settings import ServerSettings
 from openengine_vllm.tls import server_credentials
 
 _log = structlog.get_logger(__name__)
+
+LIVENESS_NAME = "liveness"
+"""What grpc.health.v1 calls whether the process is of use still: also while it starts and drains,
+so that whoever restarts what is not alive lets it finish."""
+
+_STATUS = {
+    True: health_pb2.HealthCheckResponse.SERVING,
+    False: health_pb2.HealthCheckResponse.NOT_SERVING,
+}
 
 _DEATH_POLL_SECONDS = 0.2
 _FLUSH_SECONDS = 2.0
@@ -62,14 +74,28 @@ class Server:
         self.registry = RequestRegistry(settings.max_concurrent_requests)
         """The live requests."""
         self._probe = InferenceProbe(settings.probe_timeout)
-        self._stalls = StallWatch(settings.stall_timeout)
+        self.metrics = None if settings.metrics_port is None else ServerMetrics()
+        """What is counted, and room for more; None where nobody asks for it."""
+        self.metrics_address: str | None = None
+        """Where it can be read, once it can."""
+        self._stalls = StallWatch(settings.stall_timeout, self.metrics)
         self._events = RuntimeEventsService(
             self.lifecycle, self.registry, self._stalls, self.instance_id
         )
+        if self.metrics is not None:
+            add_readings(
+                self.metrics,
+                self.instance_id,
+                self.lifecycle,
+                self.registry,
+                self._stalls,
+                self._events,
+            )
         self._health = HealthServicer()
         self._drains = Drains(self.lifecycle, self.registry, self._report_health)
         self._grpc_server: grpc.aio.Server | None = None
         self._watching: asyncio.Future[None] | None = None
+        self._metrics_endpoint = contextlib.AsyncExitStack()
 
     async def open(self) -> str:
         """Listen; everything but Health is refused until :meth:`serve`. Returns the address.
@@ -81,6 +107,10 @@ class Server:
         settings = self._settings
         grpc_server = self._build()
         credentials = None if settings.tls is None else server_credentials(settings.tls)
+        if self.metrics is not None and settings.metrics_port is not None:
+            self.metrics_address = await self._metrics_endpoint.enter_async_context(
+                served_metrics(self.metrics, settings.metrics_host, settings.metrics_port)
+            )
         address = bind(grpc_server, settings, credentials)
         await self._report_health()
         await grpc_server.start()
@@ -138,6 +168,7 @@ class Server:
         self._events.end()
         if self._grpc_server is not None:
             await self._grpc_server.stop(_FLUSH_SECONDS)
+        await self._metrics_endpoint.aclose()
 
     def _build(self) -> grpc.aio.Server:
         settings = self._settings
@@ -149,7 +180,10 @@ class Server:
                 max_connections=settings.max_connections,
             )
         )
-        generate = GenerateService(self.lifecycle, self.registry, settings.limits, self._stalls)
+        metrics = self.metrics
+        generate = GenerateService(
+            self.lifecycle, self.registry, settings.limits, self._stalls, metrics
+        )
         discovery = DiscoveryService(self.lifecycle)
         control = ControlService(
             self.lifecycle, self.registry, self._probe, pb.ENGINE_ROLE_AGGREGATED
@@ -165,8 +199,9 @@ class Server:
             "GetLoad": LoadService(self.lifecycle).load,
             "SubscribeRuntimeEvents": self._events.subscribe,
         }
-        services = Services(settings.api_keys)
-        services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
+        services = Services(settings.api_keys, None if metrics is None else metrics.turned_away)
+        observe = None if metrics is None else metrics.observed
+        services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers, observe),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, services.as_server())
         if settings.reflects:
             add_reflection(services.as_server())
@@ -185,14 +220,11 @@ class Server:
             entry.end(reason)
 
     async def _report_health(self) -> None:
-        serving = self.lifecycle.state == pb.HEALTH_STATE_READY
-        status = (
-            health_pb2.HealthCheckResponse.SERVING
-            if serving
-            else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
+        state = self.lifecycle.state
         for name in ("", SERVICE_NAME):
-            await self._health.set(name, status)
+            await self._health.set(name, _STATUS[state == pb.HEALTH_STATE_READY])
+        alive = state != pb.HEALTH_STATE_NOT_READY
+        await self._health.set(LIVENESS_NAME, _STATUS[alive])
 
 
 async def first(*futures: asyncio.Future[Any]) -> None:

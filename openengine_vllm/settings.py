@@ -50,6 +50,8 @@ class ServerSettings:
     http_host: str
     http_port: int | None
     """None without HTTP."""
+    metrics_host: str
+    metrics_port: int | None
     api_keys: ApiKeys
     tls: TlsFiles | None
     max_connections: int
@@ -132,6 +134,19 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "on", "off"),
         default="auto",
         help="gRPC server reflection; auto: on where only this machine can connect (auto)",
+    )
+    listen.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="N",
+        help="serve metrics for Prometheus, vLLM's and the server's, as HTTP /metrics on this TCP "
+        "port; 0 picks a free one, the ready line tells it (off)",
+    )
+    listen.add_argument(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address to bind for metrics; they need neither a key nor TLS (127.0.0.1)",
     )
     _add_security_arguments(parser)
     life = parser.add_argument_group("lifecycle", "starting, draining, dying")
@@ -279,6 +294,8 @@ def server_settings(
         uds=namespace.uds,
         http_host=namespace.http_host,
         http_port=namespace.http_port,
+        metrics_host=namespace.metrics_host,
+        metrics_port=namespace.metrics_port,
         api_keys=configured_keys(namespace.api_key, namespace.api_key_file, environment),
         tls=_tls_files(namespace),
         max_connections=namespace.max_connections,

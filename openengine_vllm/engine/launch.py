@@ -110,17 +110,22 @@ def _leave_to_operator(namespace: argparse.Namespace, chosen: Mapping[str, Any],
         setattr(namespace, name, None)
 
 
-def build_engine(args: AsyncEngineArgs, *, http: bool = False) -> tuple[AsyncLLM, EngineStats]:
+def build_engine(
+    args: AsyncEngineArgs, *, http: bool = False, with_metrics: bool = False
+) -> tuple[AsyncLLM, EngineStats]:
     """Load the model and start the engine's processes. Blocks until the engine is up.
 
     Call it where no event loop runs: vLLM looks at what is set here when its first request
     comes. The schedulers' statistics are kept, one record a step. Those of each token are not:
-    they would cost several microseconds a token, and only vLLM's spans and its HTTP server need
-    them; ``http`` keeps them, and leaves vLLM's own loggers and metrics to its flags.
-    Environment variables are read once, as vLLM's own processes do, since it looks at some for
-    every token.
+    they would cost several microseconds a token, and only vLLM's spans, metrics and HTTP server
+    need them. Environment variables are read once, as vLLM's own processes do, since it looks at
+    some for every token.
+
+    Args:
+        http: leave vLLM's own loggers and metrics to its flags.
+        with_metrics: have vLLM keep its metrics, in ``prometheus_client``'s global registry.
     """
-    in_place_of_metrics = not http or args.disable_log_stats
+    in_place_of_metrics = not with_metrics and (not http or args.disable_log_stats)
     args.disable_log_stats |= not http
     hides_details = not args.enable_logging_iteration_details
     args.enable_logging_iteration_details = True
@@ -132,7 +137,7 @@ def build_engine(args: AsyncEngineArgs, *, http: bool = False) -> tuple[AsyncLLM
             stat_logger(stats, in_place_of_metrics=in_place_of_metrics, hides_details=hides_details)
         ],
     )
-    if not (http or args.otlp_traces_endpoint):
+    if not (http or with_metrics or args.otlp_traces_endpoint):
         llm.log_stats = llm.output_processor.log_stats = False
     enable_envs_cache()
     return llm, stats

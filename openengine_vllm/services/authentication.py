@@ -6,7 +6,7 @@ few microseconds and a caller without a key never gets a message into memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
 import grpc
@@ -26,10 +26,12 @@ class Services(grpc.GenericRpcHandler):
 
     Args:
         keys: any of them opens every service; with none every caller may call.
+        on_refusal: told of each call that is turned away.
     """
 
-    def __init__(self, keys: ApiKeys) -> None:
+    def __init__(self, keys: ApiKeys, on_refusal: Callable[[], None] | None = None) -> None:
         self._keys = keys
+        self._on_refusal = on_refusal
         self._handlers: list[grpc.GenericRpcHandler] = []
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
@@ -54,6 +56,8 @@ class Services(grpc.GenericRpcHandler):
             and not handler_call_details.method.startswith(_OPEN)
             and not self._keys.admit(handler_call_details.invocation_metadata or ())
         ):
+            if self._on_refusal is not None:
+                self._on_refusal()
             return _TURN_AWAY
         for handler in self._handlers:
             found = handler.service(handler_call_details)

@@ -28,7 +28,7 @@ class DrainService:
             deadline=request.deadline_ms / 1000 if request.HasField("deadline_ms") else None,
             abort_after_deadline=request.abort_after_deadline,
         )
-        writer = self._stalls.open(context)
+        writer = self._stalls.open(context, "Drain")
         try:
             await writer.write([_state(pb.DRAIN_STATE_STARTED, drain)])
             while not drain.done:

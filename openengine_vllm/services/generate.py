@@ -20,6 +20,7 @@ from openengine_vllm.services.stalls import StallWatch
 
 if TYPE_CHECKING:
     from openengine_vllm.engine.runtime import Engine
+    from openengine_vllm.metrics.server_metrics import ServerMetrics
 
 
 class GenerateService:
@@ -31,18 +32,20 @@ class GenerateService:
         registry: RequestRegistry,
         limits: RequestLimits,
         stalls: StallWatch,
+        metrics: ServerMetrics | None = None,
     ) -> None:
         self._lifecycle = lifecycle
         self._registry = registry
         self._limits = limits
         self._stalls = stalls
+        self._metrics = metrics
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Serve one request to its end; the engine's part stops with the client's interest."""
         metadata = tuple(context.invocation_metadata() or ())
         caller = read_trace_context(metadata)
         with RequestRecord(
-            "Generate", request.request_id, request.model, request.metadata, caller
+            "Generate", request.request_id, request.model, request.metadata, caller, self._metrics
         ) as record:
             engine = self._lifecycle.accepting.engine
             record.trace(engine.tracer)
@@ -91,10 +94,11 @@ class GenerateService:
     async def _send(
         self, stream: GenerationStream, record: RequestRecord, context: Context
     ) -> None:
-        writer = self._stalls.open(context)
+        writer = self._stalls.open(context, "Generate")
         try:
-            await writer.write(await stream.next())
+            first = await stream.next()
             record.answered()
+            await writer.write(first)
             while messages := await stream.next():
                 await writer.write(messages)
         except asyncio.CancelledError:

@@ -24,25 +24,41 @@ _log = structlog.get_logger(__name__)
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Handler = Callable[[Any, Context], Awaitable[Any]]
 """Takes the request; a unary one returns the response, a streaming one writes bytes."""
+Run = Callable[[bytes, Context], Awaitable[Any]]
+"""A handler that takes the request's bytes."""
 
 
 def service_handler(
-    service: ServiceDescriptor, handlers: Mapping[str, Handler]
+    service: ServiceDescriptor,
+    handlers: Mapping[str, Handler],
+    observe: Callable[[str, Run], Run] | None = None,
 ) -> grpc.GenericRpcHandler:
-    """A handler for all methods of ``service``; ``handlers`` is keyed by method name."""
+    """A handler for all methods of ``service``.
+
+    Args:
+        handlers: by method name.
+        observe: puts what it likes around a method's handler; it sees the errors as they are
+            raised.
+    """
     unknown = handlers.keys() - {method.name for method in service.methods}
     if unknown:
         raise ValueError(f"{service.full_name} has no methods {sorted(unknown)}")
     return grpc.method_handlers_generic_handler(
         service.full_name,
-        {method.name: _method(method, handlers.get(method.name)) for method in service.methods},
+        {
+            method.name: _method(method, handlers.get(method.name), observe)
+            for method in service.methods
+        },
     )
 
 
-def _method(method: MethodDescriptor, handler: Handler | None) -> grpc.RpcMethodHandler[Any, Any]:
+def _method(
+    method: MethodDescriptor, handler: Handler | None, observe: Callable[[str, Run], Run] | None
+) -> grpc.RpcMethodHandler[Any, Any]:
     if handler is None:
         handler = _unimplemented(method.name)
-    guarded = _guard(method.name, handler, _parser(method))
+    run = _parsing(_parser(method), handler)
+    guarded = _guard(method.name, run if observe is None else observe(method.name, run))
     # Requests are parsed by the guard: gRPC would tell a client with UNKNOWN, and with the
     # exception's class, that its message is malformed.
     if method.server_streaming:
@@ -76,12 +92,17 @@ def _unimplemented(name: str) -> Handler:
     return handler
 
 
-def _guard(
-    name: str, handler: Handler, parse: Callable[[bytes], Message]
-) -> Callable[[bytes, Context], Awaitable[Any]]:
+def _parsing(parse: Callable[[bytes], Message], handler: Handler) -> Run:
+    async def run(data: bytes, context: Context) -> Any:
+        return await handler(parse(data), context)
+
+    return run
+
+
+def _guard(name: str, run: Run) -> Run:
     async def guarded(data: bytes, context: Context) -> Any:
         try:
-            return await handler(parse(data), context)
+            return await run(data, context)
         except errors.OpenEngineError as error:
             await abort(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):

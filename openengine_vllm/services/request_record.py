@@ -1,6 +1,7 @@
-"""What is told of a request once it has ended: a line in the log and, with tracing on, a span.
+"""What is told of a request once it has ended: a line in the log and, where they are on, a span
+and metrics.
 
-Nothing here runs for a token. Neither tells anything of a prompt or an output.
+Nothing here runs for a token. None of them tells anything of a prompt or an output.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from openengine_vllm.engine.requests import GenerationPlan
     from openengine_vllm.engine.stream import GenerationStream, StreamSummary
     from openengine_vllm.engine.tracing import RequestSpan, Tracer
+    from openengine_vllm.metrics.server_metrics import ServerMetrics
 
 MAX_LOGGED_LENGTH = 256
 """Characters of an id, a model's name, or a metadata key or value in the log."""
@@ -55,6 +57,7 @@ class RequestRecord:
         rpc: the method's name.
         request_id, model, metadata: the request's own, not checked yet.
         caller: the caller's place in a trace.
+        metrics: counts what a request comes to, if anybody does.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class RequestRecord:
         model: str,
         metadata: Mapping[str, str],
         caller: TraceContext | None,
+        metrics: ServerMetrics | None = None,
     ) -> None:
+        self._metrics = metrics
         self._rpc = rpc
         self._request_id = request_id
         self._model = model
@@ -108,9 +113,11 @@ class RequestRecord:
     def accepted(self, stream: GenerationStream) -> None:
         """Note that the engine has accepted the request."""
         self._stream = stream
+        if self._metrics is not None:
+            self._metrics.generation_began(stream)
 
     def answered(self) -> None:
-        """Note that the first event has been written."""
+        """Note that the first event is there to be written."""
         self._first_event = time.perf_counter()
 
     def __enter__(self) -> RequestRecord:
@@ -128,6 +135,9 @@ class RequestRecord:
         ttft = None
         if self._first_event is not None and summary is not None and summary.completion_tokens:
             ttft = self._first_event - self._start
+        if self._metrics is not None and self._stream is not None:
+            told = error if status is StatusCode.OK else None
+            self._metrics.generation_ended(self._stream, told, ttft)
         if self._span is not None:
             self._end_span(self._span, status, error, summary, ttft)
         fields: dict[str, Any] = {

@@ -104,6 +104,23 @@ class RuntimeEventsService:
         self._news = asyncio.Event()
         self._ended = False
         self._end_error: errors.OpenEngineError | None = None
+        self.fallen_behind = 0
+        """Subscribers that have lost events, since the start."""
+
+    @property
+    def subscribers(self) -> int:
+        """Calls that are subscribed now."""
+        return len(self._cursors)
+
+    @property
+    def published(self) -> int:
+        """Events made since the start."""
+        return self._log.next
+
+    @property
+    def lag(self) -> int:
+        """Events that the subscriber who is furthest behind has not looked at."""
+        return max((cursor.behind for cursor in self._cursors), default=0)
 
     async def subscribe(self, request: pb.SubscribeRuntimeEventsRequest, context: Context) -> None:
         """Stream events from now on, until the caller leaves or the server stops."""
@@ -111,7 +128,7 @@ class RuntimeEventsService:
         types = _types(request.types)
         self._tell_all()
         cursor = self._log.cursor(types)
-        writer = self._stalls.open(context)
+        writer = self._stalls.open(context, "SubscribeRuntimeEvents")
         self._join(cursor, stats)
         try:
             await context.send_initial_metadata(())
@@ -120,6 +137,7 @@ class RuntimeEventsService:
                     await writer.write(events)
                 error = self._end_error
             except FellBehindError:
+                self.fallen_behind += 1
                 error = errors.overloaded(
                     f"the subscriber is more than {self._log.capacity} events behind"
                 )

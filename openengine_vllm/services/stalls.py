@@ -7,15 +7,20 @@ at all waiting writes once in a while, so that a write itself costs next to noth
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from openengine_vllm.services.handlers import Context
 
+if TYPE_CHECKING:
+    from openengine_vllm.metrics.server_metrics import ServerMetrics, StreamCells
+
 _LOOKS_PER_TIMEOUT = 10
 _LONGEST_PAUSE_SECONDS = 1.0
+SLOW_SECONDS = 1.0
+"""A client that has one write wait for longer is slow."""
 
 
 class StallWatch:
@@ -23,15 +28,30 @@ class StallWatch:
 
     Args:
         timeout: seconds that one write may wait for its client.
+        metrics: counts what is written, if anybody does.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, metrics: ServerMetrics | None = None) -> None:
         self._timeout = timeout
+        self._metrics = metrics
         self._writers: set[StreamWriter] = set()
 
-    def open(self, context: Context) -> StreamWriter:
-        """A writer for the calling task's stream; it has to be closed."""
-        writer = StreamWriter(context, self._writers)
+    @property
+    def slow(self) -> int:
+        """Streams whose client has not taken a message for more than a second."""
+        latest = asyncio.get_running_loop().time() - SLOW_SECONDS
+        return sum(
+            writer.waiting_since is not None and writer.waiting_since < latest
+            for writer in self._writers
+        )
+
+    def open(self, context: Context, rpc: str) -> StreamWriter:
+        """A writer for the calling task's stream of this RPC; it has to be closed."""
+        writer = (
+            StreamWriter(context, self._writers)
+            if self._metrics is None
+            else CountingWriter(context, self._writers, self._metrics.stream(rpc))
+        )
         self._writers.add(writer)
         return writer
 
@@ -64,7 +84,7 @@ class StreamWriter:
         self.waiting_since: float | None = None
         self.stalled = False
 
-    async def write(self, messages: Iterable[bytes]) -> None:
+    async def write(self, messages: Sequence[bytes]) -> None:
         """Send messages; waits while the client's buffers are full.
 
         Raises:
@@ -91,3 +111,27 @@ class StreamWriter:
         """The stream needs no watching any more."""
         self.waiting_since = None
         self._writers.discard(self)
+
+
+class CountingWriter(StreamWriter):
+    """The same, for metrics."""
+
+    __slots__ = ("_cells", "_last")
+
+    def __init__(self, context: Context, writers: set[StreamWriter], cells: StreamCells) -> None:
+        super().__init__(context, writers)
+        self._cells = cells
+        self._last: float | None = None
+
+    def write(self, messages: Sequence[bytes]) -> Coroutine[Any, Any, None]:
+        # No coroutine of its own: this runs for every token.
+        now = self._loop.time()
+        cells, last, self._last = self._cells, self._last, now
+        cells.messages.value += len(messages)
+        if last is not None and cells.between is not None:
+            cells.between.observe(now - last)
+        return StreamWriter.write(self, messages)
+
+    def give_up(self) -> None:
+        self._cells.stalled.value += 1
+        super().give_up()

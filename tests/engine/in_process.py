@@ -71,7 +71,7 @@ async def serve(*argv: str) -> AsyncIterator[Running]:
     def load(instance_id: str) -> Serving:
         return load_engine(list(argv), "openengine-vllm", settings, instance_id, "0")
 
-    process = Process(settings, load, lambda address, *_: ready.set_result(address))
+    process = Process(settings, load, lambda addresses, _: ready.set_result(addresses.grpc))
     life = asyncio.ensure_future(process.run())
     waiting: list[asyncio.Future[Any]] = [life, ready]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -74,6 +74,7 @@ _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         "tiny_llama",
         (
             *("--max-num-seqs", str(OPERATED_SLOTS)),
+            *("--metrics-port", "0"),
             "--enable-prefix-caching",
             *ENGINE_FLAGS,
             *ENDLESS_FLAGS,

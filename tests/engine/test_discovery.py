@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.revision import SCHEMA_RELEASE
+from openengine_vllm.server import LIVENESS_NAME
 from tests.engine.peers import MULTI_EOS_SLOTS, Peer
 from tests.engine.rejections import good_request
 from tests.engine.test_rejections import open_stream, refusal
@@ -403,7 +404,7 @@ async def test_probe_leaves_no_request_behind(tiny: Peer) -> None:
 # gRPC's own services
 
 
-@pytest.mark.parametrize("service", ["", SERVICE])
+@pytest.mark.parametrize("service", ["", SERVICE, LIVENESS_NAME])
 async def test_grpc_health_is_serving(service: str, tiny: Peer) -> None:
     stub: Any = health_pb2_grpc.HealthStub(tiny.channel)
     answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))

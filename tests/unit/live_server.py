@@ -10,8 +10,9 @@ from unittest import mock
 
 from openengine_vllm import process as process_module
 from openengine_vllm.lifecycle import Serving
-from openengine_vllm.process import Process
+from openengine_vllm.process import Addresses, Process
 from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.server import Server
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.test_settings import parse
 
@@ -22,6 +23,8 @@ class LiveServer:
     def __init__(self) -> None:
         self.engine = ScriptedEngine()
         self.address = ""
+        self.metrics_address: str | None = None
+        self.server: Server
 
     @property
     def port(self) -> int:
@@ -40,7 +43,7 @@ async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
     live = LiveServer()
     live.engine.dead = False
     live.engine.shutdown = lambda: None  # type: ignore[attr-defined]
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def load(instance_id: str) -> Serving:
         return Serving(
@@ -50,18 +53,22 @@ async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
             has_chat_template=False,
         )
 
+    def on_ready(addresses: Addresses, serving: Serving) -> None:
+        live.address, live.metrics_address = addresses.grpc, addresses.metrics
+        ready.set_result(None)
+
     settings = parse("--port", "0", "--drain-timeout", "0", *flags)
-    server = Process(settings, load, lambda address, *_: ready.set_result(address))
+    process = Process(settings, load, on_ready)
+    live.server = process.server
     # The processes below this one are the tests' own.
     with mock.patch.object(process_module, "stop_descendants"):
-        life = asyncio.ensure_future(server.run())
+        life = asyncio.ensure_future(process.run())
         waiting: list[asyncio.Future[Any]] = [life, ready]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if life.done():
             life.result()
-        live.address = ready.result()
         try:
             yield live
         finally:
-            server.stop()
+            process.stop()
             await life

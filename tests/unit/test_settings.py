@@ -30,6 +30,8 @@ def test_defaults() -> None:
     assert settings.host == "127.0.0.1"
     assert settings.port == 50051
     assert settings.uds is None
+    assert settings.metrics_port is None
+    assert settings.metrics_host == "127.0.0.1"
     assert settings.loopback
     assert settings.reflects
     assert settings.limits == RequestLimits()
@@ -55,6 +57,7 @@ def test_every_flag_reaches_its_setting() -> None:
         ),
         *("--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"),
         *("--http-host", "::1", "--http-port", "3"),
+        *("--metrics-port", "9", "--metrics-host", "m"),
     )
 
     assert settings == ServerSettings(
@@ -63,6 +66,8 @@ def test_every_flag_reaches_its_setting() -> None:
         uds="/s",
         http_host="::1",
         http_port=3,
+        metrics_host="m",
+        metrics_port=9,
         api_keys=ApiKeys(["secret", "other"]),
         tls=TlsFiles(Path("c"), Path("k"), Path("a")),
         max_connections=8,

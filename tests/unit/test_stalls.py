@@ -19,7 +19,7 @@ class Context:
 
 
 async def test_a_call_that_ends_in_a_write_is_a_cancellation() -> None:
-    writer = StallWatch(60).open(cast("Any", Context()))
+    writer = StallWatch(60).open(cast("Any", Context()), "Generate")
     with pytest.raises(asyncio.CancelledError):
         await writer.write([b"x"])
     assert not writer.stalled
