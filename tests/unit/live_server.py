@@ -38,8 +38,13 @@ class LiveServer:
 
 
 @contextlib.asynccontextmanager
-async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
-    """A server with these flags, on a free port, until the context ends."""
+async def live_server(
+    *flags: str, engine_info: pb.EngineInfo | None = None
+) -> AsyncIterator[LiveServer]:
+    """A server with these flags, on a free port, until the context ends.
+
+    Without an ``engine_info`` it is ``scripted`` with the server's own instance id.
+    """
     live = LiveServer()
     live.engine.dead = False
     live.engine.shutdown = lambda: None  # type: ignore[attr-defined]
@@ -48,7 +53,7 @@ async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
     def load(instance_id: str) -> Serving:
         return Serving(
             cast("Any", live.engine),
-            pb.EngineInfo(engine_name="scripted", instance_id=instance_id),
+            engine_info or pb.EngineInfo(engine_name="scripted", instance_id=instance_id),
             pb.ModelInfo(served_model_name="model"),
             has_chat_template=False,
         )

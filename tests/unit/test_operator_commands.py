@@ -105,6 +105,19 @@ async def test_drain_with_a_deadline_that_passes(
     assert request == pb.DrainRequest(deadline_ms=milliseconds, abort_after_deadline=True)
 
 
+async def test_a_drain_that_is_cut_off(server: ScriptedServer) -> None:
+    server.stream("Drain", state("STARTED", 2))
+    result = await run("drain", "--target", server.target)
+    assert result.code == 1
+    assert "before the drain was complete" in result.err
+
+
+async def test_drain_aborts_only_after_a_deadline() -> None:
+    result = await run("drain", "--abort")
+    assert result.code == 2
+    assert "--deadline" in result.err
+
+
 @pytest.mark.parametrize("seconds", ["-1", "5000000", "nan", "soon"])
 async def test_drain_takes_no_such_deadline(seconds: str) -> None:
     result = await run("drain", f"--deadline={seconds}")
@@ -122,6 +135,19 @@ async def test_abort(server: ScriptedServer) -> None:
         pb.AbortRequest(request_id="r-1"),
         pb.AbortRequest(all_requests=pb.AllRequests()),
     ]
+
+
+async def test_abort_by_an_engine_of_few_words(server: ScriptedServer) -> None:
+    server.answer("Abort", pb.AbortResponse(status=pb.ABORT_STATUS_ALREADY_FINISHED))
+    result = await run("abort", "r-1", "--target", server.target)
+    assert result[:2] == (0, "already finished\n")
+
+
+async def test_health_of_a_role(server: ScriptedServer) -> None:
+    server.answer("Health", pb.HealthResponse(state=pb.HEALTH_STATE_READY))
+    assert (await run("health", "--role", "decode", "--target", server.target)).code == 0
+    [(_, request)] = server.requests
+    assert request == pb.HealthRequest(role=pb.ENGINE_ROLE_DECODE)
 
 
 @pytest.mark.parametrize("arguments", [(), ("r-1", "--all")])

@@ -22,6 +22,7 @@ exit codes:
   3    the engine is not ready (health)
   130  interrupted; the RPC has been cancelled
   141  whoever read standard output has gone
+  143  terminated
 """
 
 
@@ -56,6 +57,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "generate": Command("generate text from a prompt or a chat message", f"{__name__}.generate"),
     "health": Command("tell whether an engine is ready", f"{__name__}.health"),
     "load": Command("show how busy an engine is", f"{__name__}.load"),
+    "top": Command("watch a server in the terminal", f"{__name__}.top"),
     "events": Command("print an engine's runtime events", f"{__name__}.events"),
     "abort": Command("end a request, or all", f"{__name__}.abort"),
     "drain": Command("have an engine finish what runs", f"{__name__}.drain"),

@@ -12,9 +12,11 @@ from openengine_vllm.client.commands.running import (
     print_json,
     run_command,
 )
+from openengine_vllm.protocol import v1 as pb
 
 DESCRIPTION = """\
-End a request by its id, whoever sent it. One that has ended already is no error."""
+End a request by its id, whoever sent it. One that has ended already is no error; one that the
+engine has never heard of is."""
 
 DEFAULT_TIMEOUT = 10.0
 """Seconds."""
@@ -41,5 +43,12 @@ async def _abort(args: argparse.Namespace) -> int:
     if args.json:
         print_json(response)
     else:
-        print(response.message)
+        print(response.message or _status(response.status))
     return SUCCESS
+
+
+def _status(status: pb.AbortStatus.ValueType) -> str:
+    """What an engine says that says it without a message."""
+    if status in pb.AbortStatus.values():
+        return pb.AbortStatus.Name(status).removeprefix("ABORT_STATUS_").lower().replace("_", " ")
+    return str(status)

@@ -7,18 +7,23 @@ from contextlib import aclosing
 
 from openengine_vllm.client.commands.running import (
     SUCCESS,
+    UsageError,
     add_connection_arguments,
     open_client,
     print_json,
     run_command,
+    seconds_from,
 )
 from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.errors import internal
 
 DESCRIPTION = """\
 Have an engine refuse new requests, and wait until those that run have ended. The drain goes on
-when this command is interrupted; nothing takes it back."""
+when this command is interrupted; nothing takes it back. The exit code is 0 only when nothing runs
+any more."""
 
 _MOST_MILLISECONDS = 2**32 - 1
+_seconds = seconds_from(0, _MOST_MILLISECONDS // 1000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--abort",
         action="store_true",
-        help="end what runs after the deadline; without it the drain fails and they run on",
+        help="end what runs after --deadline; without it the drain fails and they run on",
     )
     parser.add_argument("--json", action="store_true", help="print each response as a JSON line")
     add_connection_arguments(parser)
@@ -47,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _drain(args: argparse.Namespace) -> int:
+    if args.abort and args.deadline is None:
+        raise UsageError("--abort goes with --deadline; --deadline 0 --abort ends everything now")
+    state = pb.DRAIN_STATE_UNSPECIFIED
     async with open_client(args) as client:
         drain = client.drain(
             stop_accepting_new_requests=not args.keep_accepting,
@@ -56,10 +64,13 @@ async def _drain(args: argparse.Namespace) -> int:
         )
         async with aclosing(drain) as responses:
             async for response in responses:
+                state = response.state
                 if args.json:
                     print_json(response)
                 else:
                     print(_line(response), flush=True)
+    if state != pb.DRAIN_STATE_COMPLETE:
+        raise internal("the server ended the stream before the drain was complete")
     return SUCCESS
 
 
@@ -77,7 +88,4 @@ def _line(response: pb.DrainResponse) -> str:
 
 
 def _milliseconds(text: str) -> int:
-    milliseconds = float(text) * 1000
-    if not 0 <= milliseconds <= _MOST_MILLISECONDS:
-        raise argparse.ArgumentTypeError(f"must be from 0 to {_MOST_MILLISECONDS // 1000}")
-    return round(milliseconds)
+    return round(_seconds(text) * 1000)

@@ -17,14 +17,16 @@ from openengine_vllm.client.commands.running import (
 from openengine_vllm.protocol import v1 as pb
 
 DESCRIPTION = """\
-Print an engine's runtime events as they happen, until interrupted."""
+Print an engine's runtime events as they happen, until interrupted or until the server stops.
+Times are UTC."""
 
 _PREFIX: Final = "RUNTIME_EVENT_TYPE_"
-_TYPES: Final = {
+EVENT_TYPES: Final = {
     name.removeprefix(_PREFIX).lower().replace("_", "-"): number
     for name, number in pb.RuntimeEventType.items()
     if number != pb.RUNTIME_EVENT_TYPE_UNSPECIFIED
 }
+"""Types by the name that options give them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--type",
         dest="types",
         action="append",
-        choices=_TYPES,
+        choices=EVENT_TYPES,
         default=[],
         help="only events of this type; repeat it for more (default: all)",
     )
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _events(args: argparse.Namespace) -> int:
-    types = [_TYPES[name] for name in args.types]
+    types = [EVENT_TYPES[name] for name in args.types]
     async with open_client(args) as client:
         subscription = client.subscribe_runtime_events(types, timeout=args.timeout)
         async with aclosing(subscription) as responses:
@@ -59,9 +61,23 @@ async def _events(args: argparse.Namespace) -> int:
     return SUCCESS
 
 
-def _line(event: pb.RuntimeEvent) -> str:
+def event_time(event: pb.RuntimeEvent) -> str:
+    """When it happened: a time of day, UTC."""
     at = datetime.fromtimestamp(event.timestamp_unix_nanos / 1e9, UTC)
-    kind = event.type
-    name = pb.RuntimeEventType.Name(kind) if kind in pb.RuntimeEventType.values() else str(kind)
-    attributes = " ".join(f"{key}={value}" for key, value in sorted(event.attributes.items()))
-    return f"{at:%H:%M:%S.%f} {name.removeprefix(_PREFIX)} {attributes}".rstrip()
+    return f"{at:%H:%M:%S.%f}"
+
+
+def type_name(event: pb.RuntimeEvent) -> str:
+    """Its type without the prefix; a number that this revision doesn't know stays one."""
+    if event.type in pb.RuntimeEventType.values():
+        return pb.RuntimeEventType.Name(event.type).removeprefix(_PREFIX)
+    return str(event.type)
+
+
+def attribute_text(event: pb.RuntimeEvent) -> str:
+    """Its attributes in one line, by name."""
+    return " ".join(f"{key}={value}" for key, value in sorted(event.attributes.items()))
+
+
+def _line(event: pb.RuntimeEvent) -> str:
+    return f"{event_time(event)} {type_name(event)} {attribute_text(event)}".rstrip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Final
 
 from openengine_vllm.client.commands.running import (
     NOT_READY,
@@ -21,6 +22,12 @@ readiness check."""
 DEFAULT_TIMEOUT = 10.0
 """Seconds; a probe may have to wait for its turn behind a long prefill."""
 
+_ROLES: Final = {
+    name.removeprefix("ENGINE_ROLE_").lower(): number
+    for name, number in pb.EngineRole.items()
+    if number != pb.ENGINE_ROLE_UNSPECIFIED
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `health`."""
@@ -29,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model", default="", metavar="NAME", help="model to probe (default: the engine's own)"
+    )
+    parser.add_argument(
+        "--role",
+        choices=_ROLES,
+        help="role that the engine has to have; any other is an error",
     )
     parser.add_argument("--json", action="store_true", help="print the response as JSON")
     add_connection_arguments(parser, timeout=DEFAULT_TIMEOUT)
@@ -41,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
 async def _health(args: argparse.Namespace) -> int:
     async with open_client(args) as client:
-        response = await client.health(include_inference_probe=args.probe, model=args.model)
+        response = await client.health(
+            include_inference_probe=args.probe,
+            model=args.model,
+            role=_ROLES[args.role] if args.role else pb.ENGINE_ROLE_UNSPECIFIED,
+        )
     if args.json:
         print_json(response)
     else:

@@ -19,7 +19,7 @@ from openengine_vllm.protocol import v1 as pb
 
 DESCRIPTION = """\
 Show how busy an engine is. What it doesn't report is shown as -, which is something else than
-a zero."""
+a zero. Times are UTC."""
 
 DEFAULT_TIMEOUT = 10.0
 """Seconds."""
@@ -92,7 +92,7 @@ def _lines(load: pb.LoadInfo) -> Iterator[str]:
 
 def _rows(load: pb.LoadInfo) -> Iterator[str]:
     yield _row(
-        time.strftime("%H:%M:%S"),
+        time.strftime("%H:%M:%S", time.gmtime()),
         *(
             _value(load, name)
             for name in ("running_requests", "queued_requests", "running_tokens", "waiting_tokens")

@@ -180,8 +180,27 @@ def _read(path: Path | None) -> bytes | None:
 
 
 def positive_seconds(text: str) -> float:
-    """An option's value in seconds."""
-    seconds = float(text)
+    """An option's value in seconds; inf is one."""
+    seconds = _number(text)
     if not seconds > 0:
         raise argparse.ArgumentTypeError("must be greater than 0")
     return seconds
+
+
+def seconds_from(least: float, most: float) -> Callable[[str], float]:
+    """The type of an option whose value is in seconds and in this range."""
+
+    def seconds(text: str) -> float:
+        value = _number(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be from {least:g} to {most:g}")
+        return value
+
+    return seconds
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text!r}") from None
