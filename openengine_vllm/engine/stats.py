@@ -200,6 +200,11 @@ class EngineStats:
         self._total_blocks = total_blocks
         self._prefix_caching = prefix_caching
 
+    @property
+    def watched(self) -> bool:
+        """Whether anybody is told of steps."""
+        return bool(self._watchers)
+
     def watch(self, callback: Callable[[Step], None]) -> None:
         """Have ``callback`` run after each step."""
         self._watchers.append(callback)
