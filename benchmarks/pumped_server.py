@@ -17,7 +17,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerIterationDetails, S
 from openengine_vllm.engine.stats import EngineStats
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.loading import load_engine
-from openengine_vllm.server import Server
+from openengine_vllm.process import Addresses, Process
 from openengine_vllm.settings import add_server_arguments, server_settings
 
 EVENTS_PER_STEP = 3
@@ -35,11 +35,11 @@ def main(argv: Sequence[str]) -> int:
     def load(instance_id: str) -> Serving:
         return load_engine(flags, "pumped", settings, instance_id, "0")
 
-    def on_ready(address: str, serving: Serving) -> None:
+    def on_ready(addresses: Addresses, serving: Serving) -> None:
         pumps.append(asyncio.ensure_future(pump(serving.engine.stats, float(rate))))
-        print(f"openengine ready grpc={address}", flush=True)
+        print(f"openengine ready grpc={addresses.grpc}", flush=True)
 
-    return asyncio.run(Server(settings, load, on_ready).run())
+    return asyncio.run(Process(settings, load, on_ready).run())
 
 
 async def pump(stats: EngineStats, events_per_second: float) -> None:
