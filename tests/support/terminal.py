@@ -25,7 +25,8 @@ COLUMNS, LINES = 110, 34
 _UNKNOWN = re.compile(rb"\x1b\[[<>=?]?[0-9;]*(?:\$p|u)|\x1b\[[<>=][0-9;]*[a-zA-Z]")
 _ON = re.compile(rb"\x1b\[\?([0-9;]+)h")
 _OFF = re.compile(rb"\x1b\[\?([0-9;]+)l")
-_CURSOR = b"25"
+_ON_BY_DEFAULT = {b"7", b"25"}
+"""Lines that wrap, and the cursor."""
 
 
 class Terminal:
@@ -72,14 +73,14 @@ class Terminal:
             return await asyncio.to_thread(self.process.wait)
 
     def modes_left(self) -> set[bytes]:
-        """What the program has switched on and not off again; the cursor the other way round."""
-        on: set[bytes] = set()
+        """The modes that are not what they were before the program."""
+        on = set(_ON_BY_DEFAULT)
         for match in re.finditer(_ON.pattern + b"|" + _OFF.pattern, self.output):
             if match[1] is not None:
                 on |= set(match[1].split(b";"))
             else:
                 on -= set(match[2].split(b";"))
-        return on ^ {_CURSOR}
+        return on ^ _ON_BY_DEFAULT
 
     def settings(self) -> list[Any]:
         """The line discipline's."""

@@ -7,7 +7,7 @@ import sys
 
 from openengine_vllm.client.commands.events import EVENT_TYPES
 from openengine_vllm.client.commands.running import (
-    SUCCESS,
+    INTERRUPTED,
     UsageError,
     add_connection_arguments,
     open_client,
@@ -67,5 +67,7 @@ async def _top(args: argparse.Namespace) -> int:
         raise UsageError("top wants a terminal; load --watch --json is for scripts")
     types = [EVENT_TYPES[name] for name in args.types]
     async with open_client(args) as client:
-        code = await Top(client, args.target, args.interval, types).run_async()
-    return SUCCESS if code is None else code
+        app = Top(client, args.target, args.interval, types)
+        code = await app.run_async()
+    # Textual keeps a cancellation to itself, and has its own code for an exception.
+    return code if code is not None else app.return_code or INTERRUPTED

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar, Final
 
+from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
@@ -55,7 +56,7 @@ _KEYS: Final = """\
  f  filter: all types of events, or one of them
  +  ask less often
  -  ask more often
- arrows, page up, page down, home, end
+ arrows, page up, page down, ctrl+home, ctrl+end
     scroll the events; at the end they follow by themselves
  ?  this help; any key closes it
 
@@ -121,6 +122,7 @@ class Top(App[int]):
         pace: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         super().__init__()
+        self.animation_level = "none"
         self.monitor = Monitor()
         self._feed = Feed(client, self.monitor, clock)
         self._target = target
@@ -131,7 +133,9 @@ class Top(App[int]):
         others: list[_Types] = [(), *((number,) for number in EVENT_TYPES.values())]
         self._choices: list[_Types] = [first, *(one for one in others if one != first)]
         self._paused = False
+        self._drawable = False
         self._drawn_events = 0
+        self._scrolling = False
 
     def compose(self) -> ComposeResult:
         """From top to bottom."""
@@ -141,13 +145,14 @@ class Top(App[int]):
         yield Static(id="figures")
         with VerticalScroll(id="ranks", can_focus=False):
             yield Static(id="rank-lines")
-        table: DataTable[str] = DataTable(id="events", cursor_type="none", zebra_stripes=False)
+        table: DataTable[Text] = DataTable(id="events", cursor_type="none", zebra_stripes=False)
         table.add_columns("time", "type", "attributes")
         yield table
         yield Footer()
 
     def on_mount(self) -> None:
         """Begins to ask, and to draw."""
+        self._drawable = True
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.exit, _TERMINATED)
         self.query_one("#figures").border_title = f"load, last {HISTORY_SECONDS // 60} minutes"
@@ -160,6 +165,7 @@ class Top(App[int]):
 
     def on_unmount(self) -> None:
         """Leaves signals as they were."""
+        self._drawable = False
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
     def on_resize(self) -> None:
@@ -219,7 +225,7 @@ class Top(App[int]):
             await self._pace(SUBSCRIBE_AGAIN_SECONDS)
 
     def _draw(self, force: bool = False) -> None:
-        if not self.is_mounted or (self._paused and not force):
+        if not self._drawable or (self._paused and not force):
             return
         base = self.screen_stack[0]
         word, style, sentence = lines.state(self.monitor)
@@ -255,16 +261,23 @@ class Top(App[int]):
         new = monitor.events_seen - self._drawn_events
         if not new:
             return
-        at_end = table.scroll_offset.y >= table.max_scroll_y
+        # Rows count for the scrolling only after the next refresh.
+        follow = self._scrolling or table.scroll_offset.y >= table.max_scroll_y
         if self._drawn_events < 0 or table.row_count + new > 2 * len(monitor.events):
             table.clear()
             new = len(monitor.events)
         self._drawn_events = monitor.events_seen
         for event in list(monitor.events)[-new:]:
             if not types or event.type in types:
-                table.add_row(event_time(event), type_name(event), attribute_text(event))
-        if at_end:
-            table.scroll_end(animate=False, force=True)
+                cells = event_time(event), type_name(event), attribute_text(event)
+                # As they are: a plain str would be read as markup.
+                table.add_row(*map(Text, cells))
+        if follow:
+            self._scrolling = True
+            table.scroll_end(animate=False, force=True, on_complete=self._scrolled)
+
+    def _scrolled(self) -> None:
+        self._scrolling = False
 
 
 def _content(shown: Sequence[lines.Line]) -> Content:

@@ -76,7 +76,7 @@ def figures(monitor: Monitor, now: float, width: int) -> list[Line]:
     preemptions = number(load, "preemptions")
     used, total = _get(load, "used_kv_blocks"), _get(load, "total_kv_blocks")
     samples = monitor.history
-    curves = {
+    curves: dict[str, tuple[str, list[tuple[float, float | None]]]] = {
         "generated": (
             f"{rate(number(load, 'generation_tokens_per_second'))} tok/s",
             [(s.at, s.generation) for s in samples],
