@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -53,41 +53,44 @@ def bind(
     return _bind_tcp(add_port, settings.host, settings.port)
 
 
-def bind_http(host: str, port: int) -> socket.socket:
+def bind_tcp(host: str, port: int, purpose: str = "") -> socket.socket:
     """A socket of the address, which does not listen yet; 0 is a free port.
+
+    Args:
+        purpose: what the error names it by.
 
     Raises:
         BindError: with the reason.
     """
     shown = _shown(host)
-    _try_tcp(host, port, shown)
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise BindError(f"cannot listen on {shown}:{port}: {error.strerror}") from error
+    with _told(f"{shown}:{port}{purpose and f' for {purpose}'}"):
+        _try_tcp(host, port)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
     return listener
 
 
-def listen_for_metrics(host: str, port: int) -> tuple[socket.socket, str]:
-    """A listening socket, and its address as it is dialled.
+def address_of(listener: socket.socket) -> str:
+    """The address of a bound socket, as it is dialled."""
+    host, port = listener.getsockname()[:2]
+    return f"{_shown(host)}:{port}"
 
-    Raises:
-        BindError: with the reason.
-    """
+
+@contextlib.contextmanager
+def _told(where: str) -> Iterator[None]:
     try:
-        listener = bind_http(host, port)
-        try:
-            listener.listen()
-        except OSError as error:
-            listener.close()
-            raise BindError(f"cannot listen on {_shown(host)}:{port}: {error.strerror}") from error
-    except BindError as error:
-        raise BindError(f"{error} (for metrics)") from error
-    return listener, f"{_shown(host)}:{listener.getsockname()[1]}"
+        yield
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise BindError(f"cannot listen on {where}: {reason}") from error
 
 
 def _shown(host: str) -> str:
@@ -96,7 +99,8 @@ def _shown(host: str) -> str:
 
 def _bind_tcp(add_port: AddPort, host: str, port: int) -> str:
     shown = _shown(host)
-    _try_tcp(host, port, shown)
+    with _told(f"{shown}:{port}"):
+        _try_tcp(host, port)
     try:
         bound = add_port(f"{shown}:{port}")
     except RuntimeError as error:
@@ -104,19 +108,16 @@ def _bind_tcp(add_port: AddPort, host: str, port: int) -> str:
     return f"{shown}:{bound}"
 
 
-def _try_tcp(host: str, port: int, shown: str) -> None:
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, address in addresses:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind(address)
-                probe.listen(1)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a host name"
-        raise BindError(f"cannot listen on {shown}:{port}: {reason}") from error
+def _try_tcp(host: str, port: int) -> None:
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(address)
+            probe.listen(1)
 
 
 def _bind_uds(add_port: AddPort, path: Path) -> str:

@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 
 import structlog
 
-from openengine_vllm.binding import bind_http
+from openengine_vllm.binding import bind_tcp
 from openengine_vllm.children import stop_descendants
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.server import Server, first
@@ -82,7 +82,7 @@ class Process:
         with contextlib.ExitStack() as held:
             listener = None
             if settings.http_port is not None:
-                listener = held.enter_context(bind_http(settings.http_host, settings.http_port))
+                listener = held.enter_context(bind_tcp(settings.http_host, settings.http_port))
             held.enter_context(self._signals())
             try:
                 address = await self.server.open()

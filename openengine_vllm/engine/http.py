@@ -24,6 +24,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from openengine_vllm.binding import address_of
 from openengine_vllm.http_keys import KeyCheck
 from openengine_vllm.settings import ServerSettings, TlsFiles, is_loopback
 
@@ -99,8 +100,7 @@ class HttpFrontend:
         config.h11_max_incomplete_event_size = flags.h11_max_incomplete_event_size
         config.load()
         self._server = app.state.server = _Server(config)
-        host, port = listener.getsockname()[:2]
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = address_of(listener)
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         up = asyncio.ensure_future(self._server.up.wait())
         await asyncio.wait((self._serving, up), return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,7 @@ from http import HTTPStatus
 import structlog
 from prometheus_client import REGISTRY
 
-from openengine_vllm.binding import listen_for_metrics
+from openengine_vllm.binding import address_of, bind_tcp
 from openengine_vllm.metrics.exposition import CONTENT_TYPE, exposition
 from openengine_vllm.metrics.server_metrics import ServerMetrics
 from openengine_vllm.settings import is_loopback
@@ -35,7 +35,8 @@ async def served_metrics(metrics: ServerMetrics, host: str, port: int) -> AsyncI
     Raises:
         BindError: the address cannot be served.
     """
-    listener, address = listen_for_metrics(host, port)
+    listener = bind_tcp(host, port, "metrics")
+    address = address_of(listener)
     endpoint = MetricsEndpoint(lambda: exposition(REGISTRY, metrics.registry))
     await endpoint.start(listener)
     _log.info("metrics", url=f"http://{address}{PATH}")

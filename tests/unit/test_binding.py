@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from grpc import aio
 
-from openengine_vllm.binding import BindError, bind, bind_http
+from openengine_vllm.binding import BindError, bind, bind_tcp
 from openengine_vllm.protocol.channel import server_options
 from openengine_vllm.settings import ServerSettings
 from tests.unit.test_settings import parse
@@ -146,15 +146,15 @@ async def test_a_path_that_is_too_long(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_http_gets_a_port_that_does_not_answer_yet(host: str) -> None:
-    with bind_http(host, 0) as listener:
+    with bind_tcp(host, 0) as listener:
         address = listener.getsockname()
         with socket.socket(listener.family) as client, pytest.raises(ConnectionRefusedError):
             client.connect(address)
         listener.listen()
         with pytest.raises(BindError, match=rf"cannot listen on 127\.0\.0\.1:{address[1]}: "):
-            bind_http("127.0.0.1", address[1])
+            bind_tcp("127.0.0.1", address[1])
 
 
 def test_http_on_a_host_that_is_not_ours() -> None:
     with pytest.raises(BindError, match="cannot listen on 192\\.0\\.2\\.1:0: "):
-        bind_http("192.0.2.1", 0)
+        bind_tcp("192.0.2.1", 0)

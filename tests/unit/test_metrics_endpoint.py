@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from openengine_vllm.binding import BindError, listen_for_metrics
+from openengine_vllm.binding import BindError, address_of, bind_tcp
 from openengine_vllm.metrics.endpoint import (
     MOST_CONNECTIONS,
     MOST_HEAD_BYTES,
@@ -33,7 +33,8 @@ async def endpoint(text: bytes = b"x 1\n") -> AsyncIterator[str]:
             raise ValueError("nothing to show")
         return text
 
-    listener, address = listen_for_metrics("127.0.0.1", 0)
+    listener = bind_tcp("127.0.0.1", 0)
+    address = address_of(listener)
     served = MetricsEndpoint(make)
     await served.start(listener)
     try:
@@ -177,13 +178,13 @@ def test_the_program_says_so_in_one_line() -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", ".."])
 def test_a_host_that_is_not_here(host: str) -> None:
     with pytest.raises(BindError, match=r"cannot listen on .*:0 for metrics: .") as caught:
-        listen_for_metrics(host, 0)
+        bind_tcp(host, 0, "metrics")
     assert "\n" not in str(caught.value)
 
 
 async def test_a_port_is_free_again_at_once() -> None:
     async with endpoint() as address:
         await http(address)
-    listener, again = listen_for_metrics("127.0.0.1", int(address.rsplit(":", 1)[1]))
-    listener.close()
-    assert again == address
+    with bind_tcp("127.0.0.1", int(address.rsplit(":", 1)[1])) as listener:
+        listener.listen()
+        assert address_of(listener) == address

@@ -44,7 +44,7 @@ async def idle(live: LiveServer) -> None:
 
 
 def instruments() -> list[Instrument]:
-    metrics = Server(parse(*ON), lambda _: pytest.fail("no engine"), lambda *_: None).metrics
+    metrics = Server(parse(*ON)).metrics
     assert metrics is not None
     return metrics.instruments
 
