@@ -228,6 +228,8 @@ class Top(App[int]):
         if not self._drawable or (self._paused and not force):
             return
         base = self.screen_stack[0]
+        if not base.query("#title"):
+            return  # The app ends: its widgets go before it is told.
         word, style, sentence = lines.state(self.monitor)
         width, now = self.size.width - 6, self._clock()
         title: lines.Line = [
