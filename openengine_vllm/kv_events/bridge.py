@@ -1,0 +1,149 @@
+"""All ranks of one engine: their publishers, their logs, and who is woken when batches come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from openengine_vllm.kv_events.endpoints import TcpEndpoint
+from openengine_vllm.kv_events.feed import RankFeed
+from openengine_vllm.kv_events.republisher import Republisher
+from openengine_vllm.kv_events.source import PATIENCE, Patience, Publisher, Source
+
+_log = structlog.get_logger(__name__)
+
+RETAINED_BATCHES = 10_000
+RETAINED_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeSettings:
+    """What the operator asked of the bridge."""
+
+    retain_batches: int = RETAINED_BATCHES
+    """Batches kept for each rank, at the most."""
+    retain_bytes: int = RETAINED_BYTES
+    """And their bytes together."""
+    zmq_host: str = "127.0.0.1"
+    """Address of our own ZMQ sockets."""
+    zmq_port: int = 0
+    """Port of the first rank's PUB socket, the next rank's is one higher; 0 for free ones."""
+    zmq_replay_port: int = 0
+    """Likewise of the replay sockets."""
+    zmq_topic: str = ""
+    """Topic of our own batches."""
+
+
+class BridgeError(Exception):
+    """The bridge cannot start; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank's parts."""
+
+    feed: RankFeed
+    source: Source
+    republisher: Republisher
+
+
+class KvBridge:
+    """Follows the publishers of all ranks from :meth:`start` to :meth:`stop`.
+
+    Args:
+        publishers: one a rank.
+    """
+
+    def __init__(
+        self,
+        settings: BridgeSettings,
+        publishers: Sequence[Publisher],
+        patience: Patience = PATIENCE,
+    ) -> None:
+        self.settings = settings
+        self._publishers = publishers
+        self._patience = patience
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._news = asyncio.Event()
+        self.ranks: dict[int, Rank] = {}
+        """By absolute rank, in the order of the publishers."""
+
+    def start(self) -> None:
+        """Open all sockets and begin to follow the publishers, in the running loop.
+
+        Raises:
+            BridgeError: an address cannot be used.
+        """
+        try:
+            for index, publisher in enumerate(self._publishers):
+                self._start_rank(index, publisher)
+        except BaseException:
+            self._close()
+            raise
+
+    def _start_rank(self, index: int, publisher: Publisher) -> None:
+        settings = self.settings
+        feed = RankFeed(publisher.rank, settings.retain_batches, settings.retain_bytes)
+        ports = [
+            base + index if base else 0 for base in (settings.zmq_port, settings.zmq_replay_port)
+        ]
+        try:
+            republisher = Republisher(
+                self._context, feed.log, settings.zmq_topic, settings.zmq_host, *ports
+            )
+        except (zmq.ZMQError, OverflowError) as error:
+            shown = TcpEndpoint(settings.zmq_host, ports[0] or ports[1])
+            raise BridgeError(f"cannot publish KV events on {shown}: {error}") from error
+        source = Source(self._context, publisher, feed, self._waker(republisher), self._patience)
+        self.ranks[publisher.rank] = Rank(feed, source, republisher)
+        try:
+            source.open()
+        except zmq.ZMQError as error:
+            raise BridgeError(
+                f"cannot follow KV events from {publisher.endpoint}: {error}"
+            ) from error
+        for coroutine in (source.run(), republisher.serve_replays()):
+            task = asyncio.ensure_future(coroutine)
+            task.add_done_callback(_report)
+            self._tasks.append(task)
+
+    def _waker(self, republisher: Republisher) -> Callable[[], None]:
+        def on_batches() -> None:
+            republisher.publish()
+            self.wake()
+
+        return on_batches
+
+    @property
+    def news(self) -> asyncio.Event:
+        """Set at the next batch of any rank; read it before looking for batches."""
+        return self._news
+
+    def wake(self) -> None:
+        """Have all readers look again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def stop(self) -> None:
+        """Stop following and close all sockets."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close()
+
+    def _close(self) -> None:
+        for rank in self.ranks.values():
+            rank.source.close()
+            rank.republisher.close()
+        # Sockets still open belong to tasks that are being cancelled.
+        self._context.destroy(linger=200)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("KV event bridge has failed", exc_info=error)
