@@ -24,7 +24,7 @@ _KNOWN_BATCHES = 16_384
 _KNOWN_GAPS = 256
 _MAX_AHEAD = 10_000
 _MAX_AHEAD_BYTES = 4 * MAX_PAYLOAD_BYTES
-_SNAPSHOT_BYTES = 768 * 1024
+_SNAPSHOT_BYTES = 256 * 1024
 """Of the events in one snapshot batch; its bound is 1 MiB, an event may be larger."""
 
 

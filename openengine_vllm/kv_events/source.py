@@ -46,6 +46,16 @@ class Publisher:
     """Only messages of this topic; of any, where it is empty."""
     binds: bool = False
     """Whether the publisher connects and we bind."""
+    bound: str | None = None
+    """What the PUB socket is bound to, where that is not :attr:`endpoint`."""
+    bound_replay: str | None = None
+    """Likewise of the replay socket."""
+    buffer_steps: int | None = None
+    """Batches that the replay socket keeps."""
+    hwm: int | None = None
+    """Batches that may wait for one subscriber."""
+    max_queue_size: int | None = None
+    """Batches that may wait to be published."""
 
 
 @dataclass(frozen=True, slots=True)
