@@ -12,30 +12,10 @@ import zmq
 from openengine_vllm.kv_events.endpoints import TcpEndpoint
 from openengine_vllm.kv_events.feed import RankFeed
 from openengine_vllm.kv_events.republisher import Republisher
+from openengine_vllm.kv_events.settings import BridgeSettings
 from openengine_vllm.kv_events.source import PATIENCE, Patience, Publisher, Source
 
 _log = structlog.get_logger(__name__)
-
-RETAINED_BATCHES = 10_000
-RETAINED_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class BridgeSettings:
-    """What the operator asked of the bridge."""
-
-    retain_batches: int = RETAINED_BATCHES
-    """Batches kept for each rank, at the most."""
-    retain_bytes: int = RETAINED_BYTES
-    """And their bytes together."""
-    zmq_host: str = "127.0.0.1"
-    """Address of our own ZMQ sockets."""
-    zmq_port: int = 0
-    """Port of the first rank's PUB socket, the next rank's is one higher; 0 for free ones."""
-    zmq_replay_port: int = 0
-    """Likewise of the replay sockets."""
-    zmq_topic: str = ""
-    """Topic of our own batches."""
 
 
 class BridgeError(Exception):

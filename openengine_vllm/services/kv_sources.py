@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openengine_vllm.kv_events.bridge import BridgeSettings, Rank
+from openengine_vllm.kv_events.bridge import Rank
 from openengine_vllm.kv_events.endpoints import TcpEndpoint, advertised, parse_tcp
 from openengine_vllm.kv_events.republisher import HWM
+from openengine_vllm.kv_events.settings import BridgeSettings
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.revision import SCHEMA_REVISION
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from grpc import aio
 
-from openengine_vllm.kv_events.bridge import BridgeSettings, KvBridge
+from openengine_vllm.kv_events.bridge import KvBridge
 from openengine_vllm.kv_events.feed import Counts, RankFeed
+from openengine_vllm.kv_events.settings import BridgeSettings
 from openengine_vllm.kv_events.source import Patience, Publisher
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
