@@ -13,6 +13,7 @@ from openengine_vllm.protocol import v1 as pb
 
 if TYPE_CHECKING:
     from openengine_vllm.engine.runtime import Engine
+    from openengine_vllm.kv_events.source import Publisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Serving:
     engine_info: pb.EngineInfo
     model_info: pb.ModelInfo
     has_chat_template: bool
+    kv_publishers: tuple[Publisher, ...] = ()
+    """Where KV events come from, by rank; none where they are off."""
 
 
 class Lifecycle:

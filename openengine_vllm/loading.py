@@ -9,6 +9,7 @@ from openengine_vllm.engine.detokenizers import detokenizer_of
 from openengine_vllm.engine.discovery import engine_info, has_chat_template, model_facts, model_info
 from openengine_vllm.engine.guide_checker import GuideChecker
 from openengine_vllm.engine.guide_params import worker_config
+from openengine_vllm.engine.kv_events import kv_publishers, publish_kv_events
 from openengine_vllm.engine.launch import build_engine, parse_engine_args
 from openengine_vllm.engine.runtime import Engine
 from openengine_vllm.lifecycle import Serving
@@ -26,6 +27,8 @@ def load_engine(
         Exception: whatever vLLM raises when it cannot start.
     """
     args, served_names = parse_engine_args(argv, prog, add_server_arguments, _resolve_model)
+    if settings.kv_events.enabled:
+        publish_kv_events(args)
     # Started here, it gets ready in the time that the engine takes to load.
     guides = GuideChecker()
     try:
@@ -47,6 +50,7 @@ def load_engine(
         ),
         model_info=model_info(llm.vllm_config, facts, settings.limits),
         has_chat_template=has_chat_template(llm),
+        kv_publishers=kv_publishers(llm, facts) if settings.kv_events.enabled else (),
     )
 
 

@@ -23,6 +23,7 @@ from grpc_health.v1._async import HealthServicer
 from openengine_vllm.binding import bind
 from openengine_vllm.children import stop_descendants
 from openengine_vllm.drain import Drains
+from openengine_vllm.kv_events.bridge import BridgeError, KvBridge
 from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
@@ -35,6 +36,7 @@ from openengine_vllm.services.discovery import DiscoveryService
 from openengine_vllm.services.drain import DrainService
 from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
+from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.load import LoadService
 from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.reflection import add_reflection
@@ -48,6 +50,7 @@ _log = structlog.get_logger(__name__)
 _DEATH_POLL_SECONDS = 0.2
 _DEATH_LINGER_SECONDS = 2.0
 _FLUSH_SECONDS = 2.0
+_REACH_SECONDS = 2.0
 
 Loader = Callable[[str], Serving]
 """Loads the engine in a thread, given the instance id."""
@@ -89,6 +92,9 @@ class Server:
         self._events = RuntimeEventsService(
             self.lifecycle, self.registry, self._stalls, self._instance_id
         )
+        self._kv_events = KvEventsService(lambda: self.lifecycle.serving, self._stalls)
+        self._kv_bridge: KvBridge | None = None
+        self._address = ""
         self._health = HealthServicer()
         self._drains = Drains(self.lifecycle, self.registry, self._report_health)
         self._stop = asyncio.Event()
@@ -105,7 +111,7 @@ class Server:
         settings = self._settings
         grpc_server = self._build()
         credentials = None if settings.tls is None else server_credentials(settings.tls)
-        address = bind(grpc_server, settings, credentials)
+        self._address = address = bind(grpc_server, settings, credentials)
         await self._report_health()
         await grpc_server.start()
         _log.info(
@@ -124,7 +130,10 @@ class Server:
             finally:
                 watching.cancel()
                 self._events.end()
+                self._kv_events.end()
                 await grpc_server.stop(_FLUSH_SECONDS)
+                if self._kv_bridge is not None:
+                    await self._kv_bridge.stop()
 
     def _build(self) -> grpc.aio.Server:
         settings = self._settings
@@ -151,6 +160,8 @@ class Server:
             "Drain": drain.drain,
             "GetLoad": LoadService(self.lifecycle).load,
             "SubscribeRuntimeEvents": self._events.subscribe,
+            "GetKvEventSources": self._kv_events.sources,
+            "SubscribeKvEvents": self._kv_events.subscribe,
         }
         services = Services(settings.api_keys)
         services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
@@ -189,6 +200,7 @@ class Server:
             await asyncio.to_thread(stop_descendants)
             return None
         serving = loaded.result()
+        await self._follow_kv_events(serving)
         proving = asyncio.ensure_future(serving.engine.probe())
         await _first(proving, stopping)
         stopping.cancel()
@@ -200,6 +212,22 @@ class Server:
         if proving.done() and (error := proving.exception()):
             raise StartError(f"the engine started but cannot infer: {error}")
         return None
+
+    async def _follow_kv_events(self, serving: Serving) -> None:
+        """Before the first request runs, so that no event is missed."""
+        if not serving.kv_publishers:
+            return
+        settings = self._settings
+        bridge = KvBridge(settings.kv_events.bridge, serving.kv_publishers)
+        try:
+            bridge.start()
+        except BridgeError as error:
+            await asyncio.to_thread(serving.engine.shutdown)
+            await asyncio.to_thread(stop_descendants)
+            raise StartError(str(error)) from error
+        self._kv_bridge = bridge
+        self._kv_events.attach(bridge, self._address, settings.advertise_host)
+        await bridge.reached(_REACH_SECONDS)
 
     def _load_in_thread(self) -> asyncio.Future[Serving]:
         loop = asyncio.get_running_loop()
@@ -247,6 +275,7 @@ class Server:
         await self._report_health()
         self._end_all(EndReason.ENGINE_DEAD)
         self._events.end(errors.engine_dead())
+        self._kv_events.end(errors.engine_dead())
 
     async def _mourn(self) -> None:
         """Stay for a moment, so that clients and probes learn what happened."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,13 @@ class KvBridge:
     def news(self) -> asyncio.Event:
         """Set at the next batch of any rank; read it before looking for batches."""
         return self._news
+
+    async def reached(self, seconds: float) -> None:
+        """Wait until every publisher has been reached once, for some seconds at the most."""
+        reached = [rank.source.reached.wait() for rank in self.ranks.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*reached)
 
     def wake(self) -> None:
         """Have all readers look again."""

@@ -100,7 +100,7 @@ def advertised(endpoint: str, advertise_host: str | None) -> TcpEndpoint | None:
 
 def advertised_host(host: str, advertise_host: str | None) -> str:
     """A host that others can connect to, for one that is bound."""
-    if _is_loopback(host):
+    if is_loopback(host):
         return host
     if advertise_host:
         return advertise_host
@@ -123,7 +123,8 @@ def primary_address(ipv6: bool = False) -> str:
     return "::1" if ipv6 else "127.0.0.1"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host."""
     if host == "localhost":
         return True
     try:

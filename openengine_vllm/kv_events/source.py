@@ -66,7 +66,7 @@ class Patience:
     """For the next frame of a replay."""
     replay_whole: float = 60.0
     """For a replay from its start to its end."""
-    silence: float = 5.0
+    silence: float = 2.0
     """For the next batch, before the replay socket is asked whether there was one."""
 
 
@@ -97,6 +97,8 @@ class Source:
         self._replay: asyncio.Task[None] | None = None
         self._received = 0
         self._receiver: Receiver | None = None
+        self.reached = asyncio.Event()
+        """Set once the publisher has been reached."""
         self.connected = False
         """Whether the publisher can be reached at the moment."""
 
@@ -183,6 +185,7 @@ class Source:
                 endpoint=self.publisher.endpoint,
             )
             if self.connected:
+                self.reached.set()
                 if self._replay is not None:
                     self._replay.cancel()
                 self.feed.check()
