@@ -61,17 +61,18 @@ class KvBridge:
             BridgeError: an address cannot be used.
         """
         try:
-            for index, publisher in enumerate(self._publishers):
-                self._start_rank(index, publisher)
+            for publisher in self._publishers:
+                self._start_rank(publisher)
         except BaseException:
             self._close()
             raise
 
-    def _start_rank(self, index: int, publisher: Publisher) -> None:
+    def _start_rank(self, publisher: Publisher) -> None:
         settings = self.settings
         feed = RankFeed(publisher.rank, settings.retain_batches, settings.retain_bytes)
         ports = [
-            base + index if base else 0 for base in (settings.zmq_port, settings.zmq_replay_port)
+            base + publisher.rank if base else 0
+            for base in (settings.zmq_port, settings.zmq_replay_port)
         ]
         try:
             republisher = Republisher(
@@ -128,7 +129,6 @@ class KvBridge:
         for rank in self.ranks.values():
             rank.source.close()
             rank.republisher.close()
-        # Sockets still open belong to tasks that are being cancelled.
         self._context.destroy(linger=200)
 
 

@@ -20,6 +20,7 @@ class Receiver:
         self.socket = socket
         self._file = int(socket.getsockopt(zmq.FD))
         self._loop = asyncio.get_running_loop()
+        self._is_closed = False
         self._readable = asyncio.Event()
         self._loop.add_reader(self._file, self._readable.set)
 
@@ -36,7 +37,8 @@ class Receiver:
 
     def close(self) -> None:
         """Close the socket, and drop what it still had to send."""
-        if not self.socket.closed:
+        if not self._is_closed:
+            self._is_closed = True
             self._loop.remove_reader(self._file)
             self.socket.close(linger=0)
 

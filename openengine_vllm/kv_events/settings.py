@@ -22,7 +22,7 @@ class BridgeSettings:
     zmq_host: str = "127.0.0.1"
     """Address of our own ZMQ sockets."""
     zmq_port: int = 0
-    """Port of the first rank's PUB socket, the next rank's is one higher; 0 for free ones."""
+    """Port of rank 0's PUB socket, to which other ranks add their number; 0 for free ones."""
     zmq_replay_port: int = 0
     """Likewise of the replay sockets."""
     zmq_topic: str = ""
@@ -77,8 +77,8 @@ def add_bridge_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         type=port,
         default=0,
         metavar="PORT",
-        help="of the first rank's PUB socket; each rank after it takes the next; 0 picks free "
-        "ones, which kv-sources shows (0)",
+        help="of rank 0's PUB socket; other ranks add their number, as in vLLM; 0 picks free ones, "
+        "which kv-sources shows (0)",
     )
     group.add_argument(
         "--kv-zmq-replay-port",

@@ -96,7 +96,9 @@ class Source:
         self._patience = patience
         self._replay: asyncio.Task[None] | None = None
         self._received = 0
+        self._stopped = False
         self._receiver: Receiver | None = None
+        self._monitor: Receiver | None = None
         self.reached = asyncio.Event()
         """Set once the publisher has been reached."""
         self.connected = False
@@ -128,10 +130,11 @@ class Source:
 
     def close(self) -> None:
         """Close the sockets."""
-        if self._receiver is not None:
+        if self._monitor is not None and self._receiver is not None:
             if not self._receiver.socket.closed:
                 self._receiver.socket.disable_monitor()
-                self._monitor.close()
+            self._monitor.close()
+        if self._receiver is not None:
             self._receiver.close()
 
     async def run(self) -> None:
@@ -142,8 +145,10 @@ class Source:
                 tasks.create_task(self._watch_silence())
                 await self._follow()
         finally:
+            self._stopped = True
             if self._replay is not None:
                 self._replay.cancel()
+                await asyncio.gather(self._replay, return_exceptions=True)
             self.close()
 
     async def _follow(self) -> None:
@@ -173,6 +178,7 @@ class Source:
 
     async def _watch_connection(self) -> None:
         """After each reconnect the last batch is compared with what the publisher has now."""
+        assert self._monitor is not None
         while True:
             frames = await self._monitor.receive()
             event = parse_monitor_message(frames)["event"]
@@ -213,7 +219,7 @@ class Source:
     def _replay_done(self, task: asyncio.Task[None]) -> None:
         self._replay = None
         if task.cancelled():
-            if self._receiver is not None and not self._receiver.socket.closed:
+            if not self._stopped:
                 self._ask_if_wanted()
             return
         if (error := task.exception()) is not None:

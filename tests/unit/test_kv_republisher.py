@@ -127,15 +127,15 @@ async def test_numbers_do_not_begin_again_when_the_publisher_does() -> None:
 
 
 async def test_ports_count_up_by_rank() -> None:
-    async with publishers(2) as made:
-        first = free_ports(2)
-        replay_first = free_ports(2, taken=(first, first + 1))
-        described = [publisher.described() for publisher in made]
+    async with publishers(3) as made:
+        first = free_ports(3)
+        replay_first = free_ports(3, taken=range(first, first + 3))
+        described = [publisher.described() for publisher in made[1:]]
         async with kv_service(described, zmq_port=first, zmq_replay_port=replay_first) as kv:
             assert [
                 (rank.republisher.endpoint.port, rank.republisher.replay_endpoint.port)
                 for rank in kv.bridge.ranks.values()
-            ] == [(first, replay_first), (first + 1, replay_first + 1)]
+            ] == [(first + 1, replay_first + 1), (first + 2, replay_first + 2)]
             bridge = KvBridge(BridgeSettings(zmq_port=first), described)
-            with pytest.raises(BridgeError, match=f"127.0.0.1:{first}"):
+            with pytest.raises(BridgeError, match=f"127.0.0.1:{first + 1}"):
                 bridge.start()
