@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 from unittest import mock
 
 from openengine_vllm import server as server_module
+from openengine_vllm.kv_events.source import Publisher
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.server import Server
@@ -35,7 +36,9 @@ class LiveServer:
 
 
 @contextlib.asynccontextmanager
-async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
+async def live_server(
+    *flags: str, kv_publishers: Sequence[Publisher] = ()
+) -> AsyncIterator[LiveServer]:
     """A server with these flags, on a free port, until the context ends."""
     live = LiveServer()
     live.engine.dead = False
@@ -48,6 +51,7 @@ async def live_server(*flags: str) -> AsyncIterator[LiveServer]:
             pb.EngineInfo(engine_name="scripted", instance_id=instance_id),
             pb.ModelInfo(served_model_name="model"),
             has_chat_template=False,
+            kv_publishers=tuple(kv_publishers),
         )
 
     settings = parse("--port", "0", "--drain-timeout", "0", *flags)
