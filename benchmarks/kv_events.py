@@ -29,7 +29,7 @@ from openengine_vllm.kv_events.settings import BridgeSettings
 from openengine_vllm.kv_events.source import Publisher
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
-from openengine_vllm.services.handlers import service_handler
+from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.stalls import StallWatch
 
@@ -112,11 +112,11 @@ def _measure_memory_and_snapshot(blocks: int) -> None:
         responses = snapshot.responses()
         while True:
             start = time.perf_counter()
-            data = next(responses, b"")
+            response = next(responses, b"")
             steps.append(time.perf_counter() - start)
-            if data == b"":
+            if response == b"":
                 break
-            total += len(data or b"")
+            total += len(response or b"")
         feed._snapshot = None
         print(
             f"a snapshot of them: {total / 2**20:.1f} MiB in {sum(steps) * 1e3:.0f} ms, "
@@ -134,7 +134,7 @@ async def _measure_way(batches: int, per_second: int) -> None:
     stalls = StallWatch(60)
     service = KvEventsService(lambda: None, stalls)
     server = grpc.aio.server()
-    handlers = {"SubscribeKvEvents": service.subscribe}
+    handlers: dict[str, Handler] = {"SubscribeKvEvents": service.subscribe}
     server.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     bridge.start()

@@ -96,6 +96,7 @@ class Source:
         self._patience = patience
         self._replay: asyncio.Task[None] | None = None
         self._received = 0
+        self._told = 0
         self._stopped = False
         self._receiver: Receiver | None = None
         self._monitor: Receiver | None = None
@@ -153,19 +154,17 @@ class Source:
 
     async def _follow(self) -> None:
         assert self._receiver is not None
-        receiver, counts = self._receiver, self.feed.counts
+        receiver = self._receiver
         self._ask_if_wanted()
         while True:
             frames: list[bytes] | None = await receiver.receive()
-            before, count = counts.batches, 0
+            count = 0
             while frames is not None:
                 self._on_message(frames)
                 count += 1
                 frames = receiver.receive_now() if count < _READ_AT_ONCE else None
             self._received += count
             self._ask_if_wanted()
-            if counts.batches != before:
-                self._on_batches()
             await asyncio.sleep(0)
 
     def _on_message(self, frames: Sequence[bytes]) -> None:
@@ -212,32 +211,34 @@ class Source:
             while feed.wants is not None:
                 feed.asking()
                 feed.replay_ended(complete=False)
-        elif feed.wants is not None and self._replay is None:
+        self._tell()
+        if self.publisher.replay is not None and feed.wants is not None and self._replay is None:
             self._replay = asyncio.ensure_future(self._ask(self.publisher.replay, feed.wants))
             self._replay.add_done_callback(self._replay_done)
 
+    def _tell(self) -> None:
+        """Wake the readers if there are batches that they have not been told of."""
+        if self._told != self.feed.counts.batches:
+            self._told = self.feed.counts.batches
+            self._on_batches()
+
     def _replay_done(self, task: asyncio.Task[None]) -> None:
         self._replay = None
-        if task.cancelled():
-            if not self._stopped:
-                self._ask_if_wanted()
+        if self._stopped:
             return
-        if (error := task.exception()) is not None:
+        if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("KV event replay failed", rank=self.publisher.rank, error=repr(error))
             self.feed.replay_ended(complete=False)
+        # One that was cancelled may have brought batches too.
         self._ask_if_wanted()
 
     async def _ask(self, endpoint: str, start: int) -> None:
-        feed, counts = self.feed, self.feed.counts
-        before = counts.batches
-        feed.asking()
+        self.feed.asking()
         complete = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience.replay_whole):
                 complete = await self._read_replay(endpoint, start)
-        feed.replay_ended(complete)
-        if counts.batches != before:
-            self._on_batches()
+        self.feed.replay_ended(complete)
 
     async def _read_replay(self, endpoint: str, start: int) -> bool:
         """Ask for the batches from ``start`` on; returns whether the answer had an end."""
@@ -249,13 +250,16 @@ class Source:
             socket.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
             count = 0
             while True:
-                async with asyncio.timeout(self._patience.replay):
-                    frames = await receiver.receive()
+                frames = receiver.receive_now()
+                if frames is None:
+                    self._tell()
+                    async with asyncio.timeout(self._patience.replay):
+                        frames = await receiver.receive()
                 if not self._on_replayed(frames):
                     return True
                 count += 1
                 if count % _READ_AT_ONCE == 0:
-                    self._on_batches()
+                    self._tell()
                     await asyncio.sleep(0)
 
     def _on_replayed(self, frames: Sequence[bytes]) -> bool:

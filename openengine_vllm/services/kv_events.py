@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from openengine_vllm.events import FellBehindError
 from openengine_vllm.kv_events.bridge import KvBridge, Rank
-from openengine_vllm.kv_events.feed import RankFeed
+from openengine_vllm.kv_events.feed import RankFeed, Snapshot
 from openengine_vllm.kv_events.retained import BatchCursor
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
@@ -72,15 +72,16 @@ class KvEventsService:
         if bridge is None:
             raise errors.feature_off("KV events are switched off")
         ranks = self._ranks(request.data_parallel_ranks)
-        starts = [(rank.feed, _cursor(rank.feed, request)) for rank in ranks]
+        starts = [_start(rank.feed, request) for rank in ranks]
+        cursors = [cursor for _, cursor in starts]
         writer = self._stalls.open(context)
         try:
             await context.send_initial_metadata(())
             error: errors.OpenEngineError | None
             try:
-                cursors = [
-                    cursor or await self._send_snapshot(feed, writer) for feed, cursor in starts
-                ]
+                for snapshot, _ in starts:
+                    if snapshot is not None:
+                        await self._send_snapshot(snapshot, writer)
                 await self._follow(bridge, cursors, writer)
                 error = self._end_error
             except FellBehindError:
@@ -102,18 +103,14 @@ class KvEventsService:
             if self._bridge is not None:
                 self._bridge.wake()
 
-    async def _send_snapshot(self, feed: RankFeed, writer: StreamWriter) -> BatchCursor:
-        """Send what is live, and return the place that comes after."""
-        snapshot, cursor = feed.snapshot(), feed.log.cursor()
-        if snapshot is None:
-            return cursor
+    async def _send_snapshot(self, snapshot: Snapshot, writer: StreamWriter) -> None:
         responses = snapshot.responses()
         while True:
             async with self._snapshot_turn:
                 try:
                     response = next(responses)
                 except StopIteration:
-                    return cursor
+                    return
                 await asyncio.sleep(0)
             if response is not None:
                 await writer.write((response,))
@@ -148,24 +145,27 @@ class KvEventsService:
         return [rank for number, rank in there.items() if number in wanted]
 
 
-def _cursor(feed: RankFeed, request: pb.SubscribeKvEventsRequest) -> BatchCursor | None:
-    """The place where a subscription begins; None where a snapshot comes first.
+def _start(
+    feed: RankFeed, request: pb.SubscribeKvEventsRequest
+) -> tuple[Snapshot | None, BatchCursor]:
+    """What a subscription begins with, and the place that comes after it.
 
     Raises:
         OpenEngineError: the start is not retained, and no snapshot is allowed.
     """
     log, start = feed.log, request.start_sequence_number
+    if start and (cursor := log.cursor_at(start)) is not None:
+        return None, cursor
+    if request.include_snapshot:
+        return feed.snapshot(), log.cursor()
     if not start:
-        return None if request.include_snapshot else log.cursor()
-    cursor = log.cursor_at(start)
-    if cursor is None and not request.include_snapshot:
-        kept = "none yet" if log.first is None else f"{log.oldest} to {log.next - 1}"
-        raise errors.kv_start_not_retained(
-            f"start_sequence_number is {start}; rank {feed.rank} retains {kept}",
-            oldest=log.oldest,
-            newest=max(log.next - 1, 0),
-        )
-    return cursor
+        return None, log.cursor()
+    kept = "none yet" if log.first is None else f"{log.oldest} to {log.next - 1}"
+    raise errors.kv_start_not_retained(
+        f"start_sequence_number is {start}; rank {feed.rank} retains {kept}",
+        oldest=log.oldest,
+        newest=max(log.next - 1, 0),
+    )
 
 
 def _failure(error: errors.OpenEngineError) -> bytes:

@@ -243,6 +243,7 @@ async def test_everybody_has_the_same_set_and_it_is_true(engines: EngineSlot) ->
                 expected = min(have, (len(token_ids) - 1) // BLOCK) * BLOCK
                 options = {"cache_salt": salt} if salt else {}
                 generation = await peer.generate(token_ids, max_tokens=1, **options)  # type: ignore[arg-type]
+                assert generation.usage is not None
                 assert generation.usage.cached_prompt_tokens == expected
             await resuming.leave()
             await first.leave()

@@ -40,6 +40,8 @@ class ScriptedPublisher:
         self.sent: dict[int, bytes] = {}
         self.silent = False
         """Whether replay requests are left unanswered."""
+        self.never_ends = False
+        """Whether replays lack their end."""
         self.bare_frames = False
         """Whether replayed batches come without delimiter and topic."""
         self.replays: list[int] = []
@@ -107,7 +109,8 @@ class ScriptedPublisher:
                 if number >= first:
                     self._reply(client, number.to_bytes(8, "big"), self.sent[number])
                     await asyncio.sleep(0)
-            self._reply(client, END, b"")
+            if not self.never_ends:
+                self._reply(client, END, b"")
 
     def _reply(self, client: bytes, number: bytes, data: bytes) -> None:
         front: Sequence[bytes] = () if self.bare_frames else (b"", self.topic.encode())

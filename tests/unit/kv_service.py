@@ -15,7 +15,7 @@ from openengine_vllm.kv_events.settings import BridgeSettings
 from openengine_vllm.kv_events.source import Patience, Publisher
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
-from openengine_vllm.services.handlers import service_handler
+from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.stalls import StallWatch
 from tests.support.kv_messages import BlockSet
@@ -99,7 +99,7 @@ async def kv_service(
     stalls = StallWatch(stall_timeout)
     bridge = KvBridge(BridgeSettings(**settings), publishers, patience)
     service = KvEventsService(lambda: None, stalls)
-    handlers = {
+    handlers: dict[str, Handler] = {
         "GetKvEventSources": service.sources,
         "SubscribeKvEvents": service.subscribe,
     }

@@ -107,7 +107,8 @@ async def test_two_ranks_from_the_first_on() -> None:
                 await client.model_info("m")
             assert caught.value.status is StatusCode.UNIMPLEMENTED
             async with aio.insecure_channel(address) as channel:
-                answer = await health_pb2_grpc.HealthStub(channel).Check(
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                answer = await stub.Check(
                     health_pb2.HealthCheckRequest(service="openengine.v1.OpenEngine")
                 )
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -13,6 +13,7 @@ from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.errors import from_rpc_error
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
+from openengine_vllm.services.handlers import Handler
 from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.stalls import StallWatch
 from tests.support.calls import eventually
@@ -163,7 +164,10 @@ async def test_the_death_of_the_engine_is_the_last_response() -> None:
 
 async def test_switched_off() -> None:
     service = KvEventsService(lambda: None, StallWatch(60))
-    handlers = {"GetKvEventSources": service.sources, "SubscribeKvEvents": service.subscribe}
+    handlers: dict[str, Handler] = {
+        "GetKvEventSources": service.sources,
+        "SubscribeKvEvents": service.subscribe,
+    }
     async with serve_handlers(handlers) as channel:
         stub: Any = OpenEngineStub(channel)
         request = pb.GetKvEventSourcesRequest(data_parallel_ranks=[0])

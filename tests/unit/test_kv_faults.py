@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from openengine_vllm.kv_events.decode import MAX_PAYLOAD_BYTES
+from openengine_vllm.kv_events.source import Patience
 from tests.support.calls import eventually
 from tests.support.kv_messages import removed, stored
 from tests.support.kv_publisher import ScriptedPublisher, publishers
@@ -106,7 +108,7 @@ async def test_duplicated_batches() -> None:
         assert (kv.counts().repeats, kv.counts().restarts) == (3, 0)
 
 
-RUBBISH = {
+RUBBISH: dict[str, Callable[[bytes], bytes]] = {
     "truncated": lambda data: data[:-4],
     "oversized": lambda data: data + bytes(MAX_PAYLOAD_BYTES),
     "nested": lambda data: b"\x91" * 10_000_000,
@@ -217,6 +219,19 @@ async def test_a_silent_replay_socket() -> None:
         publisher.publish(stored([6]))
         await subscription.read_to(5)
         assert hashes(subscription) == {3, 4, 5, 6}
+
+
+async def test_a_replay_that_does_not_end() -> None:
+    """What it has brought goes out at once."""
+    async with publishers() as [publisher]:
+        publisher.never_ends = True
+        publisher.publish(stored([0]))
+        publisher.publish(stored([1]))
+        patience = Patience(replay=60, replay_whole=60, silence=60)
+        async with kv_service([publisher.described()], patience=patience) as kv:
+            subscription = await kv.subscribe(include_snapshot=True)
+            while hashes(subscription) != {0, 1}:
+                await subscription.read()
 
 
 async def test_a_replay_shorter_than_the_gap() -> None:
