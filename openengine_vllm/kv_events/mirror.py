@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from openengine_vllm.kv_events import wire
 from openengine_vllm.kv_events.decode import REMOVED, STORED, Hash
+from openengine_vllm.protocol import v1 as pb
 
 _PAUSE_BLOCKS = 4096
 
@@ -35,8 +36,8 @@ class Mirror:
 
     def __init__(self) -> None:
         # By medium as the contract names it, and group; an adapter is part of the hash.
-        self._groups: dict[tuple[int, int], _Group] = {}
-        self._copies: dict[tuple[int, int], dict[Hash, int]] = {}
+        self._groups: dict[wire.Place, _Group] = {}
+        self._copies: dict[wire.Place, dict[Hash, int]] = {}
         self.malformed = 0
         """Events left out because their extra keys cannot be passed on."""
         self.unknown_removals = 0
@@ -45,7 +46,7 @@ class Mirror:
     def __len__(self) -> int:
         return sum(map(len, self._groups.values()))
 
-    def hashes(self, medium: int, group: int = 0) -> frozenset[Hash]:
+    def hashes(self, medium: pb.StorageMedium.ValueType, group: int = 0) -> frozenset[Hash]:
         """The live blocks of one medium and group."""
         return frozenset(self._groups.get((medium, group), ()))
 
@@ -83,16 +84,15 @@ class Mirror:
             except (ValueError, RecursionError):
                 self.malformed += 1
                 return
-        place = where, group_idx = wire.medium(event.medium), event.group_idx or 0
         size = event.block_size
-        common = wire.common_fields(
+        place, common = wire.common_fields(
             size,
-            event.lora_id or 0,
-            event.lora_name or "",
-            where,
-            group_idx,
-            event.kv_cache_spec_kind or "",
-            event.kv_cache_spec_sliding_window or 0,
+            event.lora_id,
+            event.lora_name,
+            event.medium,
+            event.group_idx,
+            event.kv_cache_spec_kind,
+            event.kv_cache_spec_sliding_window,
         )
         group = self._groups.setdefault(place, {})
         parent = event.parent_block_hash

@@ -10,7 +10,7 @@ import base64
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from google.protobuf.message import Message
 
@@ -22,6 +22,9 @@ _MAX_KEPT_VARINT = 2**19
 _MAX_KEY_DEPTH = 8
 _MAX_KEYS_BYTES = 64 * 1024
 _UINT64 = 2**64
+
+Place: TypeAlias = tuple[pb.StorageMedium.ValueType, int]
+"""Medium and group."""
 
 _MEDIA = {
     "GPU": pb.STORAGE_MEDIUM_GPU,
@@ -114,23 +117,25 @@ def tokens(token_ids: Iterable[int]) -> bytes:
 @lru_cache(1024)
 def common_fields(
     block_size: int,
-    lora_id: int,
-    lora_name: str,
-    where: pb.StorageMedium.ValueType,
-    group: int,
-    kind: str,
-    window: int,
-) -> bytes:
-    """What all blocks of a stored event share."""
-    return pb.BlockStored(
+    lora_id: int | None,
+    lora_name: str | None,
+    medium_name: str | None,
+    group: int | None,
+    kind: str | None,
+    window: int | None,
+) -> tuple[Place, bytes]:
+    """Where all blocks of a stored event lie, and the fields that they share."""
+    place = medium(medium_name), group or 0
+    fields = pb.BlockStored(
         block_size=block_size,
         lora_id=lora_id,
         lora_name=lora_name,
-        medium=where,
-        group_idx=group,
+        medium=place[0],
+        group_idx=place[1],
         kv_cache_spec_kind=kind,
         kv_cache_spec_sliding_window=window,
-    ).SerializeToString()
+    )
+    return place, fields.SerializeToString()
 
 
 @lru_cache(1024)
@@ -150,12 +155,13 @@ def stored(
         common: by :func:`common_fields`.
         keys: joined results of :func:`extra_keys`.
     """
-    fields = _STORED_HASH + _STORED_HASH.join(hashes)
+    front = _STORED_HASH + _STORED_HASH.join(hashes)
     if parent is not None:
-        fields += _STORED_PARENT + parent
-    fields += _STORED_TOKENS + varint(len(packed)) + packed + common + keys
-    event = _EVENT_STORED + varint(len(fields)) + fields
-    return _BATCH_EVENT + varint(len(event)) + event
+        front += _STORED_PARENT + parent
+    front += _STORED_TOKENS + varint(len(packed))
+    size = len(front) + len(packed) + len(common) + len(keys)
+    head = _EVENT_STORED + varint(size)
+    return b"".join((_BATCH_EVENT, varint(len(head) + size), head, front, packed, common, keys))
 
 
 def removed(hashes: Sequence[bytes], where: pb.StorageMedium.ValueType, group: int) -> bytes:
@@ -171,7 +177,7 @@ def extra_keys(values: Sequence[Any] | None) -> bytes:
         ValueError: values that no JSON can stand for, nested too deep, or too large.
     """
     if not values:
-        return _key_tuple(())
+        return _NO_KEYS
     texts = tuple(map(_json, values))
     if sum(map(len, texts)) > _MAX_KEYS_BYTES:
         raise ValueError("too large")
@@ -181,6 +187,9 @@ def extra_keys(values: Sequence[Any] | None) -> bytes:
 @lru_cache(256)
 def _key_tuple(values: tuple[str, ...]) -> bytes:
     return _delimited(_STORED_KEYS, pb.OpaqueKeyTuple(values=values).SerializeToString())
+
+
+_NO_KEYS = _key_tuple(())
 
 
 def _json(value: Any) -> str:
