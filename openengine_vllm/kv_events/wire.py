@@ -128,12 +128,12 @@ def common_fields(
     place = medium(medium_name), group or 0
     fields = pb.BlockStored(
         block_size=block_size,
-        lora_id=lora_id,
-        lora_name=lora_name,
+        lora_id=lora_id or 0,
+        lora_name=lora_name or "",
         medium=place[0],
         group_idx=place[1],
-        kv_cache_spec_kind=kind,
-        kv_cache_spec_sliding_window=window,
+        kv_cache_spec_kind=kind or "",
+        kv_cache_spec_sliding_window=window or 0,
     )
     return place, fields.SerializeToString()
 
