@@ -14,6 +14,7 @@ from openengine_vllm.protocol import v1 as pb
 if TYPE_CHECKING:
     from openengine_vllm.engine.http import HttpFrontend
     from openengine_vllm.engine.runtime import Engine
+    from openengine_vllm.kv_events.source import Publisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Serving:
     has_chat_template: bool
     http: HttpFrontend | None = None
     """vLLM's own HTTP API, where it is to be served."""
+    kv_publishers: tuple[Publisher, ...] = ()
+    """Where KV events come from, by rank; none where they are off."""
 
 
 class Lifecycle:

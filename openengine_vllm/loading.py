@@ -12,6 +12,7 @@ from openengine_vllm.engine.detokenizers import detokenizer_of
 from openengine_vllm.engine.discovery import engine_info, has_chat_template, model_facts, model_info
 from openengine_vllm.engine.guide_checker import GuideChecker
 from openengine_vllm.engine.guide_params import worker_config
+from openengine_vllm.engine.kv_events import kv_publishers, publish_kv_events
 from openengine_vllm.engine.launch import build_engine, parse_engine_args
 from openengine_vllm.engine.runtime import Engine
 from openengine_vllm.engine.stat_logger import attach_stats
@@ -40,6 +41,8 @@ def load_engine(
         argv, prog, add_server_arguments, _resolve_model, http=serves_http
     )
     http = _http_frontend(flags) if serves_http else None
+    if settings.kv_events.enabled:
+        publish_kv_events(args)
     # Started here, it gets ready in the time that the engine takes to load.
     guides = GuideChecker()
     try:
@@ -103,6 +106,7 @@ def _serving(
         model_info=model_info(llm.vllm_config, facts, settings.limits),
         has_chat_template=has_chat_template(llm),
         http=http,
+        kv_publishers=kv_publishers(llm, facts) if settings.kv_events.enabled else (),
     )
 
 

@@ -105,6 +105,7 @@ class Beside:
                 self._server.instance_id,
                 vllm_version() or "",
             )
+            await self._server.follow(self._serving)
             await self._serving.engine.probe()
             await self._server.serve(self._serving)
         except BaseException:

@@ -18,6 +18,7 @@ import structlog
 
 from openengine_vllm.binding import bind_tcp
 from openengine_vllm.children import stop_descendants
+from openengine_vllm.kv_events.bridge import BridgeError
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.server import Server, first
 from openengine_vllm.settings import ServerSettings
@@ -129,6 +130,12 @@ class Process:
             await asyncio.to_thread(stop_descendants)
             return None
         serving = loaded.result()
+        try:
+            await self.server.follow(serving)
+        except BridgeError as error:
+            await asyncio.to_thread(serving.engine.shutdown)
+            await asyncio.to_thread(stop_descendants)
+            raise StartError(str(error)) from error
         proving = asyncio.ensure_future(serving.engine.probe())
         await first(proving, stopping)
         stopping.cancel()

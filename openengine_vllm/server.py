@@ -1,6 +1,6 @@
 """The gRPC server in front of one engine, whoever owns the process.
 
-:meth:`Server.open`, :meth:`Server.serve`, :meth:`Server.watch`, :meth:`Server.drain`,
+:meth:`Server.open`, :meth:`Server.follow`, :meth:`Server.serve`, :meth:`Server.watch`, :meth:`Server.drain`,
 :meth:`Server.close`: everything that changes the server's state happens here. Our own process
 (:mod:`openengine_vllm.process`) loads an engine in between, the plugin
 (:mod:`openengine_vllm.plugin`) takes the one that `vllm serve` has.
@@ -20,6 +20,7 @@ from grpc_health.v1._async import HealthServicer
 
 from openengine_vllm.binding import bind
 from openengine_vllm.drain import Drains
+from openengine_vllm.kv_events.bridge import KvBridge
 from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.metrics.endpoint import served_metrics
 from openengine_vllm.metrics.server_metrics import ServerMetrics
@@ -34,6 +35,7 @@ from openengine_vllm.services.discovery import DiscoveryService
 from openengine_vllm.services.drain import DrainService
 from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
+from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.load import LoadService
 from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.readings import add_readings
@@ -56,6 +58,7 @@ _STATUS = {
 
 _DEATH_POLL_SECONDS = 0.2
 _FLUSH_SECONDS = 2.0
+_REACH_SECONDS = 2.0
 
 
 class Server:
@@ -91,8 +94,11 @@ class Server:
                 self._stalls,
                 self._events,
             )
+        self._kv_events = KvEventsService(lambda: self.lifecycle.serving, self._stalls)
+        self._kv_bridge: KvBridge | None = None
         self._health = HealthServicer()
         self._drains = Drains(self.lifecycle, self.registry, self._report_health)
+        self._address = ""
         self._grpc_server: grpc.aio.Server | None = None
         self._watching: asyncio.Future[None] | None = None
         self._metrics_endpoint = contextlib.AsyncExitStack()
@@ -111,7 +117,7 @@ class Server:
             self.metrics_address = await self._metrics_endpoint.enter_async_context(
                 served_metrics(self.metrics, settings.metrics_host, settings.metrics_port)
             )
-        address = bind(grpc_server, settings, credentials)
+        self._address = address = bind(grpc_server, settings, credentials)
         await self._report_health()
         await grpc_server.start()
         self._grpc_server = grpc_server
@@ -126,6 +132,21 @@ class Server:
         if not (settings.loopback or settings.authenticates):
             _log.warning("anyone who can reach the address can use the engine", address=address)
         return address
+
+    async def follow(self, serving: Serving) -> None:
+        """Follow the engine's KV events, before its first request runs, so that none is missed.
+
+        Raises:
+            BridgeError: an address cannot be served, or not be followed.
+        """
+        if not serving.kv_publishers:
+            return
+        settings = self._settings
+        bridge = KvBridge(settings.kv_events.bridge, serving.kv_publishers)
+        bridge.start()
+        self._kv_bridge = bridge
+        self._kv_events.attach(bridge, self._address, settings.advertise_host)
+        await bridge.reached(_REACH_SECONDS)
 
     async def serve(self, serving: Serving) -> None:
         """Take requests for this engine, which has proven that it works."""
@@ -166,8 +187,11 @@ class Server:
         if self._watching is not None:
             self._watching.cancel()
         self._events.end()
+        self._kv_events.end()
         if self._grpc_server is not None:
             await self._grpc_server.stop(_FLUSH_SECONDS)
+        if self._kv_bridge is not None:
+            await self._kv_bridge.stop()
         await self._metrics_endpoint.aclose()
 
     def _build(self) -> grpc.aio.Server:
@@ -198,6 +222,8 @@ class Server:
             "Drain": drain.drain,
             "GetLoad": LoadService(self.lifecycle).load,
             "SubscribeRuntimeEvents": self._events.subscribe,
+            "GetKvEventSources": self._kv_events.sources,
+            "SubscribeKvEvents": self._kv_events.subscribe,
         }
         services = Services(settings.api_keys, None if metrics is None else metrics.turned_away)
         observe = None if metrics is None else metrics.observed
@@ -214,6 +240,7 @@ class Server:
         await self._report_health()
         self._end_all(EndReason.ENGINE_DEAD)
         self._events.end(errors.engine_dead())
+        self._kv_events.end(errors.engine_dead())
 
     def _end_all(self, reason: EndReason) -> None:
         for entry in self.registry:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,14 @@ from typing import Any
 import yaml
 
 from openengine_vllm.api_keys import API_KEY_VARIABLE, ApiKeys, configured_keys
+from openengine_vllm.flag_values import port as _port
+from openengine_vllm.flag_values import positive as _positive
+from openengine_vllm.hosts import is_loopback
+from openengine_vllm.kv_events.settings import (
+    KvEventSettings,
+    add_kv_event_arguments,
+    kv_event_settings,
+)
 from openengine_vllm.limits import MIB, RequestLimits
 
 DEMO_MODEL = "demo"
@@ -63,6 +70,8 @@ class ServerSettings:
     max_request_bytes: int
     limits: RequestLimits
     reflection: str
+    advertise_host: str | None
+    kv_events: KvEventSettings
     exit_on_engine_death: bool
     log_level: str
     log_format: str
@@ -94,19 +103,18 @@ class ServerSettings:
         return self.reflection == "on" or (self.reflection == "auto" and self.loopback)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address of this host."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the server's own flags, grouped."""
-    defaults = RequestLimits()
+    add_listening_arguments(parser)
+    _add_http_arguments(parser)
+    _add_lifecycle_arguments(parser)
+    _add_limit_arguments(parser)
+    add_kv_event_arguments(parser)
+    add_logging_arguments(parser)
+
+
+def add_listening_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags on where clients connect, and who may."""
     listen = parser.add_argument_group("listening", "where clients connect")
     listen.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1)")
     listen.add_argument(
@@ -119,15 +127,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--uds", metavar="PATH", help="serve on this Unix-domain socket instead of TCP"
     )
     listen.add_argument(
-        "--http-port",
-        type=_port,
-        metavar="N",
-        help="serve vLLM's own HTTP API on this TCP port as well, from the same engine; vLLM's "
-        "flags for it (--chat-template, --tool-call-parser, ...) work then; 0 picks a free port "
-        "(no HTTP)",
-    )
-    listen.add_argument(
-        "--http-host", default="127.0.0.1", help="address to bind for HTTP (127.0.0.1)"
+        "--advertise-host",
+        metavar="HOST",
+        help="what others are told to connect to, for whatever listens on more than the loopback "
+        "interface (this machine's own address)",
     )
     listen.add_argument(
         "--reflection",
@@ -135,20 +138,38 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="gRPC server reflection; auto: on where only this machine can connect (auto)",
     )
-    listen.add_argument(
+    _add_security_arguments(parser)
+
+
+def _add_http_arguments(parser: argparse.ArgumentParser) -> None:
+    http = parser.add_argument_group("HTTP", "what is served beside gRPC")
+    http.add_argument(
+        "--http-port",
+        type=_port,
+        metavar="N",
+        help="serve vLLM's own HTTP API on this TCP port as well, from the same engine; vLLM's "
+        "flags for it (--chat-template, --tool-call-parser, ...) work then; 0 picks a free port "
+        "(no HTTP)",
+    )
+    http.add_argument(
+        "--http-host", default="127.0.0.1", help="address to bind for HTTP (127.0.0.1)"
+    )
+    http.add_argument(
         "--metrics-port",
         type=_port,
         metavar="N",
         help="serve metrics for Prometheus, vLLM's and the server's, as HTTP /metrics on this TCP "
         "port; 0 picks a free one, the ready line tells it (off)",
     )
-    listen.add_argument(
+    http.add_argument(
         "--metrics-host",
         default="127.0.0.1",
         metavar="HOST",
         help="address to bind for metrics; they need neither a key nor TLS (127.0.0.1)",
     )
-    _add_security_arguments(parser)
+
+
+def _add_lifecycle_arguments(parser: argparse.ArgumentParser) -> None:
     life = parser.add_argument_group("lifecycle", "starting, draining, dying")
     life.add_argument(
         "--drain-timeout",
@@ -177,6 +198,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="exit with status 1 when the engine dies, so that a supervisor restarts it (on)",
     )
+
+
+def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = RequestLimits()
     bounds = parser.add_argument_group("limits", "what clients may ask for")
     bounds.add_argument(
         "--max-concurrent-requests",
@@ -206,6 +231,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="largest response message (4 MiB, what gRPC clients take by default)",
     )
+
+
+def add_logging_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags on the server's own log."""
     logs = parser.add_argument_group("logging")
     logs.add_argument(
         "--server-log-level",
@@ -311,6 +340,8 @@ def server_settings(
             max_response_bytes=namespace.max_response_bytes,
         ),
         reflection=namespace.reflection,
+        advertise_host=namespace.advertise_host,
+        kv_events=kv_event_settings(namespace),
         exit_on_engine_death=namespace.exit_on_engine_death,
         log_level=namespace.server_log_level,
         log_format=namespace.log_format,
@@ -345,24 +376,6 @@ def config_values(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ValueError(f"--config {path}: must hold a mapping of flags to values")
     return {str(key).replace("-", "_"): value for key, value in loaded.items()}
-
-
-def _port(text: str) -> int:
-    return _integer(text, 0, 65535)
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1, 2**31 - 1)
-
-
-def _integer(text: str, low: int, high: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-    return value
 
 
 def _seconds(text: str) -> float:

@@ -25,8 +25,9 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from openengine_vllm.binding import address_of
+from openengine_vllm.hosts import is_loopback
 from openengine_vllm.http_keys import KeyCheck
-from openengine_vllm.settings import ServerSettings, TlsFiles, is_loopback
+from openengine_vllm.settings import ServerSettings, TlsFiles
 
 if TYPE_CHECKING:
     import socket

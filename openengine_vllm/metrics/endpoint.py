@@ -12,9 +12,9 @@ import structlog
 from prometheus_client import REGISTRY
 
 from openengine_vllm.binding import address_of, bind_tcp
+from openengine_vllm.hosts import is_loopback
 from openengine_vllm.metrics.exposition import CONTENT_TYPE, exposition
 from openengine_vllm.metrics.server_metrics import ServerMetrics
-from openengine_vllm.settings import is_loopback
 
 _log = structlog.get_logger(__name__)
 

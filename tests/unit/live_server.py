@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 from unittest import mock
 
 from openengine_vllm import process as process_module
+from openengine_vllm.kv_events.source import Publisher
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.process import Addresses, Process
 from openengine_vllm.protocol import v1 as pb
@@ -39,7 +40,9 @@ class LiveServer:
 
 @contextlib.asynccontextmanager
 async def live_server(
-    *flags: str, engine_info: pb.EngineInfo | None = None
+    *flags: str,
+    engine_info: pb.EngineInfo | None = None,
+    kv_publishers: Sequence[Publisher] = (),
 ) -> AsyncIterator[LiveServer]:
     """A server with these flags, on a free port, until the context ends.
 
@@ -56,6 +59,7 @@ async def live_server(
             engine_info or pb.EngineInfo(engine_name="scripted", instance_id=instance_id),
             pb.ModelInfo(served_model_name="model"),
             has_chat_template=False,
+            kv_publishers=tuple(kv_publishers),
         )
 
     def on_ready(addresses: Addresses, serving: Serving) -> None:

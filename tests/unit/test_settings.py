@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from openengine_vllm.api_keys import ApiKeys
+from openengine_vllm.kv_events.settings import BridgeSettings, KvEventSettings
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.settings import (
     ServerSettings,
@@ -55,6 +56,9 @@ def test_every_flag_reaches_its_setting() -> None:
             "--max-connection-streams",
             "9",
         ),
+        *("--advertise-host", "h", "--no-kv-events", "--kv-retain-batches", "10"),
+        *("--kv-retain-bytes", "11", "--kv-zmq-host", "z", "--kv-zmq-port", "12"),
+        *("--kv-zmq-replay-port", "13", "--kv-zmq-topic", "t"),
         *("--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"),
         *("--http-host", "::1", "--http-port", "3"),
         *("--metrics-port", "9", "--metrics-host", "m"),
@@ -79,6 +83,18 @@ def test_every_flag_reaches_its_setting() -> None:
         max_request_bytes=5,
         limits=RequestLimits(max_sequences=4, max_response_bytes=6),
         reflection="off",
+        advertise_host="h",
+        kv_events=KvEventSettings(
+            enabled=False,
+            bridge=BridgeSettings(
+                retain_batches=10,
+                retain_bytes=11,
+                zmq_host="z",
+                zmq_port=12,
+                zmq_replay_port=13,
+                zmq_topic="t",
+            ),
+        ),
         exit_on_engine_death=False,
         log_level="error",
         log_format="json",

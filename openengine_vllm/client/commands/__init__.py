@@ -59,9 +59,12 @@ COMMANDS: Final[dict[str, Command]] = {
     "load": Command("show how busy an engine is", f"{__name__}.load"),
     "top": Command("watch a server in the terminal", f"{__name__}.top"),
     "events": Command("print an engine's runtime events", f"{__name__}.events"),
+    "kv-events": Command("print what enters and leaves the KV cache", f"{__name__}.kv_events"),
+    "kv-sources": Command("show where KV events can be had", f"{__name__}.kv_sources"),
     "abort": Command("end a request, or all", f"{__name__}.abort"),
     "drain": Command("have an engine finish what runs", f"{__name__}.drain"),
     "demo-model": Command("make the folder of the demo model", "openengine_vllm.demo_model"),
+    "kv-bridge": Command("serve the KV events of another vLLM", "openengine_vllm.kv_bridge"),
     "info": Command("show an engine and its models", f"{__name__}.info"),
 }
 

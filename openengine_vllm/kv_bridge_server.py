@@ -1,0 +1,134 @@
+"""The RPCs of a bridge that stands alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from openengine_vllm.kv_events.bridge import KvBridge
+from openengine_vllm.kv_events.source import Publisher
+from openengine_vllm.protocol import errors
+from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.channel import server_options
+from openengine_vllm.protocol.revision import (
+    MINIMUM_CLIENT_REVISION,
+    SCHEMA_RELEASE,
+    SCHEMA_REVISION,
+    SERVICE_NAME,
+)
+from openengine_vllm.services.authentication import Services
+from openengine_vllm.services.handlers import Context, Handler, service_handler
+from openengine_vllm.services.kv_events import KvEventsService
+from openengine_vllm.services.reflection import add_reflection
+from openengine_vllm.services.stalls import StallWatch
+from openengine_vllm.settings import ServerSettings
+
+_log = structlog.get_logger(__name__)
+
+
+class KvBridgeServer:
+    """A bridge and its gRPC server, which is to be bound before :meth:`start`.
+
+    Args:
+        publishers: one a rank.
+        instance_id: new at each start.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, publishers: Sequence[Publisher], instance_id: str
+    ) -> None:
+        self._settings = settings
+        self._instance_id = instance_id
+        self._bridge = KvBridge(settings.kv_events.bridge, publishers)
+        self._stalls = StallWatch(settings.stall_timeout)
+        self._events = KvEventsService(lambda: None, self._stalls)
+        self._watching: asyncio.Future[None] | None = None
+        self.grpc_server = self._build()
+        """Serves once it is bound and started."""
+
+    def _build(self) -> aio.Server:
+        settings = self._settings
+        server = aio.server(
+            options=server_options(
+                max_receive_bytes=settings.max_request_bytes,
+                max_send_bytes=settings.limits.max_response_bytes,
+                max_concurrent_streams=settings.max_connection_streams,
+                max_connections=settings.max_connections,
+            )
+        )
+        handlers: dict[str, Handler] = {
+            "GetEngineInfo": self._engine_info,
+            "Health": self._health,
+            "GetKvEventSources": self._events.sources,
+            "SubscribeKvEvents": self._events.subscribe,
+        }
+        services = Services(settings.api_keys)
+        services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
+        serving = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(serving, services.as_server())
+        self._grpc_health = serving
+        if settings.reflects:
+            add_reflection(services.as_server())
+        server.add_generic_rpc_handlers((services,))
+        return server
+
+    async def start(self, address: str) -> None:
+        """Follow the publishers and serve at ``address``, which is bound.
+
+        Raises:
+            BridgeError: an address of ours cannot be used.
+        """
+        self._bridge.start()
+        settings = self._settings
+        self._events.attach(self._bridge, address, settings.advertise_host)
+        for name in ("", SERVICE_NAME):
+            await self._grpc_health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self.grpc_server.start()
+        self._watching = asyncio.ensure_future(self._stalls.run())
+        _log.info("listening", address=address, instance=self._instance_id)
+        if not (settings.loopback or settings.authenticates):
+            _log.warning(
+                "anyone who can reach the address can read what is cached", address=address
+            )
+
+    async def stop(self, grace: float) -> None:
+        """End all subscriptions and stop; those that do not read get ``grace`` seconds."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._events.end()
+        await self.grpc_server.stop(grace)
+        await self._bridge.stop()
+
+    async def _engine_info(
+        self, request: pb.GetEngineInfoRequest, context: Context
+    ) -> pb.EngineInfo:
+        """What is known of an engine by its events alone."""
+        return pb.EngineInfo(
+            engine_name="vllm",
+            instance_id=self._instance_id,
+            schema_revision=SCHEMA_REVISION,
+            minimum_client_revision=MINIMUM_CLIENT_REVISION,
+            schema_release=SCHEMA_RELEASE,
+        )
+
+    async def _health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
+        """The bridge serves what it has also while a publisher is away."""
+        if request.model:
+            raise errors.model_not_found(request.model)
+        if request.role != pb.ENGINE_ROLE_UNSPECIFIED:
+            raise errors.role_mismatch("role", "a KV event bridge has no role")
+        response = pb.HealthResponse(state=pb.HEALTH_STATE_READY)
+        response.checks.add(name="grpc", state=pb.HEALTH_STATE_READY)
+        for number, rank in self._bridge.ranks.items():
+            here = rank.source.connected
+            response.checks.add(
+                name=f"publisher.{number}",
+                state=pb.HEALTH_STATE_READY if here else pb.HEALTH_STATE_NOT_READY,
+                message="" if here else "the publisher cannot be reached",
+            )
+        return response
