@@ -144,8 +144,8 @@ class Process:
         proving.cancel()
         await asyncio.to_thread(serving.engine.shutdown)
         await asyncio.to_thread(stop_descendants)
-        if proving.done() and (error := proving.exception()):
-            raise StartError(f"the engine started but cannot infer: {error}")
+        if proving.done() and (fault := proving.exception()):
+            raise StartError(f"the engine started but cannot infer: {fault}")
         return None
 
     def _load_in_thread(self) -> asyncio.Future[Serving]:

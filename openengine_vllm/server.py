@@ -1,8 +1,8 @@
 """The gRPC server in front of one engine, whoever owns the process.
 
-:meth:`Server.open`, :meth:`Server.follow`, :meth:`Server.serve`, :meth:`Server.watch`, :meth:`Server.drain`,
-:meth:`Server.close`: everything that changes the server's state happens here. Our own process
-(:mod:`openengine_vllm.process`) loads an engine in between, the plugin
+:meth:`Server.open`, :meth:`Server.follow`, :meth:`Server.serve`, :meth:`Server.watch`,
+:meth:`Server.drain`, :meth:`Server.close`: everything that changes the server's state happens
+here. Our own process (:mod:`openengine_vllm.process`) loads an engine in between, the plugin
 (:mod:`openengine_vllm.plugin`) takes the one that `vllm serve` has.
 """
 

@@ -74,7 +74,7 @@ class KvEventsService:
         ranks = self._ranks(request.data_parallel_ranks)
         starts = [_start(rank.feed, request) for rank in ranks]
         cursors = [cursor for _, cursor in starts]
-        writer = self._stalls.open(context)
+        writer = self._stalls.open(context, "SubscribeKvEvents")
         try:
             await context.send_initial_metadata(())
             error: errors.OpenEngineError | None

@@ -9,8 +9,8 @@ import pytest
 from grpc import StatusCode
 
 from openengine_vllm.client import Client, OpenEngineError
+from openengine_vllm.process import StartError
 from openengine_vllm.protocol import v1 as pb
-from openengine_vllm.server import StartError
 from tests.support.kv_messages import stored
 from tests.support.kv_publisher import publishers
 from tests.unit.live_server import live_server
