@@ -93,6 +93,8 @@ class Shown:
     async def lines(self) -> list[str]:
         """The screen's text, once everything is drawn."""
         await self.pilot.pause()
+        while self.app._scrolling:
+            await self.pilot.pause()
         strips = self.app.screen._compositor.render_strips()
         return ["".join(segment.text for segment in strip).rstrip() for strip in strips]
 
@@ -215,6 +217,7 @@ async def drawn() -> tuple[str, str]:
             )
             await screen.time.tick()
         await screen.happened(pb.RUNTIME_EVENT_TYPE_QUEUE, time.now - INTERVAL)
+        await time.tick(0)
         text = await screen.text()
         picture = screen.app.export_screenshot(title="openengine-vllm top")
         return _FONTS.sub("", picture), text
