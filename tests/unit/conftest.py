@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -14,3 +17,10 @@ settings.register_profile(
 )
 settings.register_profile("ci", settings.get_profile("unit"), derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "unit")
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_ever() -> Iterator[None]:
+    """What a test has the log look like ends with it."""
+    yield
+    structlog.reset_defaults()
