@@ -13,9 +13,7 @@ import asyncio
 import itertools
 import json
 import random
-import shutil
 import sys
-import tempfile
 import time
 from array import array
 from collections.abc import Sequence
@@ -29,11 +27,11 @@ import psutil
 from tokenizers import Tokenizer
 
 from benchmarks.frontends import announced
-from benchmarks.processes import BenchmarkError, child, socket_folder
+from benchmarks.processes import BenchmarkError, child
+from benchmarks.program import run, say
 from benchmarks.report import table
 from benchmarks.timing import percentile
 from benchmarks.workload import plain_token_ids
-from openengine_vllm.orphan_guard import OrphanGuard
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 
@@ -157,22 +155,12 @@ class Traffic:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    logs = Path(tempfile.mkdtemp(prefix="oe-bench-"))
-    try:
-        with OrphanGuard(socket_folder(logs)):
-            figures = asyncio.run(_run(arguments, logs))
-    except (BenchmarkError, grpc.aio.AioRpcError) as error:
-        _say(f"error: {error}\nall logs: {logs}")
-        return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _say(f"stopped; all logs: {logs}")
-        return 130
-    shutil.rmtree(logs)
-    print(markdown(figures))
-    if arguments.json:
-        text = json.dumps([asdict(one) for one in figures], indent=2)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    return 0
+    return run(
+        lambda logs: _run(arguments, logs),
+        markdown,
+        lambda figures: [asdict(one) for one in figures],
+        arguments.json,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -189,7 +177,7 @@ async def _run(arguments: argparse.Namespace, logs: Path) -> list[Figures]:
 
     model = model_dir("tiny_llama")
     async with AsyncExitStack() as stack:
-        _say("starting the server")
+        say("starting the server")
         command = [sys.executable, "-m", "openengine_vllm", "--port=0", *_engine_flags(model)]
         server = await stack.enter_async_context(child("openengine-server", command, logs))
         address = await announced(server, _WAIT_SECONDS)
@@ -202,7 +190,7 @@ async def _run(arguments: argparse.Namespace, logs: Path) -> list[Figures]:
                 count = arguments.prompts if round_ else 1  # the first round fills the cache
                 sent = [prompts[kind]] * count if kind in prompts else []
                 one = await traffic.measure(kind, round_, sent)
-                _say(f"round {round_}, {kind}: Health p99 {one.health_p99:.1f} ms")
+                say(f"round {round_}, {kind}: Health p99 {one.health_p99:.1f} ms")
                 figures.append(one)
         with suppress(BenchmarkError):
             server.check()
@@ -276,10 +264,6 @@ def markdown(figures: Sequence[Figures]) -> str:
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,9 +22,9 @@ import grpc
 import psutil
 
 from benchmarks.frontends import announced
-from benchmarks.processes import BenchmarkError, child, socket_folder
+from benchmarks.processes import BenchmarkError, child
+from benchmarks.program import run, say
 from benchmarks.report import table
-from openengine_vllm.orphan_guard import OrphanGuard
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 
@@ -147,22 +144,12 @@ class Traffic:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    logs = Path(tempfile.mkdtemp(prefix="oe-bench-"))
-    try:
-        with OrphanGuard(socket_folder(logs)):
-            figures = asyncio.run(_run(arguments, logs))
-    except (BenchmarkError, grpc.aio.AioRpcError) as error:
-        _say(f"error: {error}\nall logs: {logs}")
-        return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _say(f"stopped; all logs: {logs}")
-        return 130
-    shutil.rmtree(logs)
-    print(markdown(figures))
-    if arguments.json:
-        text = json.dumps([asdict(one) for one in figures], indent=2)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    return 0
+    return run(
+        lambda logs: _run(arguments, logs),
+        markdown,
+        lambda figures: [asdict(one) for one in figures],
+        arguments.json,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -182,7 +169,7 @@ async def _run(arguments: argparse.Namespace, logs: Path) -> list[Figures]:
     from tests.support.models import model_dir
 
     async with AsyncExitStack() as stack:
-        _say("starting the server")
+        say("starting the server")
         command = [
             *(sys.executable, "-m", "benchmarks.pumped_server", str(arguments.events)),
             f"--model={model_dir('tiny_llama')}",
@@ -201,7 +188,7 @@ async def _run(arguments: argparse.Namespace, logs: Path) -> list[Figures]:
         for round_ in range(arguments.rounds + 1):
             for subscribers in (0, arguments.subscribers):
                 one = await traffic.measure(subscribers, round_, arguments.seconds)
-                _say(f"round {round_}, {subscribers} subscribers: {one.tokens_per_second:.0f}/s")
+                say(f"round {round_}, {subscribers} subscribers: {one.tokens_per_second:.0f}/s")
                 figures.append(one)
         for stream in streams:
             if stream.done():
@@ -243,10 +230,6 @@ def markdown(figures: Sequence[Figures]) -> str:
 def _cpu(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

