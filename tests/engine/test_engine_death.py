@@ -147,5 +147,48 @@ async def test_killed_server_takes_its_engine_along(sockets: Path) -> None:
         await eventually(lambda: _entries(sockets) == [], "the engine's files are gone")
 
 
+async def test_hung_engine_is_found_by_the_probe(sockets: Path) -> None:
+    """A stopped process answers nobody, and is not dead either."""
+    with start_server(
+        *flags("--probe-timeout", "2", "--drain-timeout", "1"), VLLM_RPC_BASE_PATH=str(sockets)
+    ) as server:
+        held = footprint(server)
+        core = engine_core(server)
+        async with connect(server.target) as channel:
+            stub = OpenEngineStub(channel)
+            core.suspend()
+            waiting = RunningCall(channel, generate_request("Once", {"max_tokens": 1}))
+            assert not await _not_ready(stub), "the light check asks nobody"
+            health = await stub.Health(pb.HealthRequest(include_inference_probe=True))
+            assert health.state == pb.HEALTH_STATE_DEGRADED
+            [probe] = [check for check in health.checks if check.name == "inference_probe"]
+            assert probe.state == pb.HEALTH_STATE_NOT_READY
+            assert probe.message == "the engine did not answer within 2 s"
+            assert await standard_status(channel) == health_pb2.HealthCheckResponse.SERVING
+            assert not waiting.done
+
+            core.resume()
+            assert await waiting.end() is grpc.StatusCode.OK
+            assert len(waiting.token_ids) == 1
+            health = await stub.Health(pb.HealthRequest(include_inference_probe=True))
+            assert health.state == pb.HEALTH_STATE_READY
+
+            core.suspend()
+            hung = RunningCall(channel, generate_request("Once", {"max_tokens": 1}))
+            await eventually(lambda: _is_live(stub, hung.request), "it is accepted")
+            server.process.terminate()
+            assert await hung.end() is grpc.StatusCode.OK
+            assert [error.code for error in hung.errors] == [pb.ERROR_CODE_DRAINING]
+        assert await asyncio.to_thread(server.process.wait, STOP_SECONDS) == 0
+        held.wait_gone()
+        assert _entries(sockets) == []
+
+
+async def _is_live(stub: OpenEngineStub, request: pb.GenerateRequest) -> bool:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await stub.Generate(request).read()
+    return from_rpc_error(caught.value).code == pb.ERROR_CODE_DUPLICATE_REQUEST
+
+
 def _entries(folder: Path) -> list[str]:
     return os.listdir(folder)

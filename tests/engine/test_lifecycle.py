@@ -20,6 +20,7 @@ from openengine_vllm.client import Client, OpenEngineError, generate_request
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import client_options
 from openengine_vllm.protocol.errors import STATUS_DETAILS_KEY
+from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 from tests.engine.peers import EngineSlot
 from tests.support.calls import (
     ENDLESS_FLAGS,
@@ -221,6 +222,53 @@ async def test_drain_deadline(sockets: Path) -> None:
                 await _ends_with_draining(call)
         assert await asyncio.to_thread(server.process.wait, STOP_SECONDS) == 0
         held.wait_gone()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "timeout", "watched"),
+    [
+        ((signal.SIGTERM,), "0", False),
+        ((signal.SIGINT,), "0.5", True),
+        ((signal.SIGTERM,), "1", True),
+        ((signal.SIGTERM, signal.SIGTERM), "3600", True),
+        ((signal.SIGTERM, signal.SIGINT), "3600", False),
+    ],
+)
+async def test_signals_under_streams_that_do_not_end(
+    numbers: tuple[signal.Signals, ...], timeout: str, watched: bool, sockets: Path
+) -> None:
+    """With somebody who watches a drain of his own, that would have waited for them."""
+    path = sockets / "server"
+    with start_server(*flags("--uds", str(path), "--drain-timeout", timeout)) as server:
+        held = footprint(server)
+        async with connect(f"unix:{path}") as (channel, client):
+            calls = [RunningCall(channel, request(ENDLESS_TOKENS)) for _ in range(2)]
+            for call in calls:
+                await call.tokens(5)
+            drain = OpenEngineStub(channel).Drain(pb.DrainRequest())
+            if watched:
+                assert (await anext(aiter(drain))).state == pb.DRAIN_STATE_STARTED
+            for number in numbers:
+                server.process.send_signal(number)
+                if len(numbers) > 1:
+                    await eventually(lambda: _drains_or_is_gone(client), "it drains")
+            for call in calls:
+                await _ends_with_draining(call)
+            if watched:
+                responses = [response async for response in drain]
+                assert responses[-1].state == pb.DRAIN_STATE_COMPLETE
+                assert responses[-1].in_flight_requests == 0
+                counts = [response.in_flight_requests for response in responses]
+                assert counts == sorted(counts, reverse=True)
+        assert await asyncio.to_thread(server.process.wait, STOP_SECONDS) == 0
+        held.wait_gone()
+
+
+async def _drains_or_is_gone(client: Client) -> bool:
+    try:
+        return await state(client) == pb.HEALTH_STATE_DRAINING
+    except OpenEngineError as error:
+        return error.status is grpc.StatusCode.UNAVAILABLE
 
 
 async def _ends_with_draining(call: RunningCall) -> None:
