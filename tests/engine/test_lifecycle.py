@@ -225,7 +225,7 @@ async def test_drain_deadline(sockets: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "timeout", "watched"),
+    ("numbers", "patience", "watched"),
     [
         ((signal.SIGTERM,), "0", False),
         ((signal.SIGINT,), "0.5", True),
@@ -235,7 +235,7 @@ async def test_drain_deadline(sockets: Path) -> None:
     ],
 )
 async def test_signals_under_streams_that_do_not_end(
-    numbers: tuple[signal.Signals, ...], timeout: str, watched: bool, sockets: Path
+    numbers: tuple[signal.Signals, ...], patience: str, watched: bool, sockets: Path
 ) -> None:
     """With somebody who watches a drain of his own, that would have waited for them."""
     path = sockets / "server"
