@@ -239,7 +239,7 @@ async def test_signals_under_streams_that_do_not_end(
 ) -> None:
     """With somebody who watches a drain of his own, that would have waited for them."""
     path = sockets / "server"
-    with start_server(*flags("--uds", str(path), "--drain-timeout", timeout)) as server:
+    with start_server(*flags("--uds", str(path), "--drain-timeout", patience)) as server:
         held = footprint(server)
         async with connect(f"unix:{path}") as (channel, client):
             calls = [RunningCall(channel, request(ENDLESS_TOKENS)) for _ in range(2)]
