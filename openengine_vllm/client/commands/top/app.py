@@ -91,7 +91,7 @@ class Top(App[int]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     #title { padding: 0 1; height: 1; background: $panel; }
-    #about { padding: 0 1; height: 1; }
+    #about { padding: 0 1; max-height: 3; }
     #sentence { padding: 0 1; display: none; color: $warning; }
     #sentence.shown { display: block; }
     #figures { border: round $primary; padding: 0 1; }
