@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +11,15 @@ from openengine_vllm.engine.http import HttpFrontend
 from openengine_vllm.engine.launch import parse_engine_args
 from openengine_vllm.settings import add_server_arguments
 
+FOLDER = str(Path(__file__).parent)
 FLAGS = ("--model", "m", "--http-port", "1")
 
 
 def parse(*arguments: str, http: bool = True) -> argparse.Namespace:
-    _, flags = parse_engine_args([*FLAGS, *arguments], "prog", add_server_arguments, str, http=http)
+    # A folder that is there: nobody looks for it elsewhere.
+    _, flags = parse_engine_args(
+        [*FLAGS, *arguments], "prog", add_server_arguments, lambda _: FOLDER, http=http
+    )
     return flags
 
 
