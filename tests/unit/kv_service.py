@@ -20,7 +20,7 @@ from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.stalls import StallWatch
 from tests.support.kv_messages import BlockSet
 
-PATIENCE = Patience(replay=0.5, replay_whole=10, silence=0.3)
+PATIENCE = Patience(replay=2, replay_whole=10, silence=0.3)
 SECONDS = 20
 
 

@@ -121,7 +121,12 @@ RUBBISH: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("kind", RUBBISH)
 @pytest.mark.parametrize("heals", [True, False], ids=["replay has it", "replay has it not"])
 async def test_a_payload_that_cannot_be_read(kind: str, heals: bool) -> None:
-    async with publishers() as [publisher], kv_service([publisher.described()]) as kv:
+    # Nobody asks for a large payload again while it is on its way.
+    patience = Patience(replay=20, replay_whole=20, silence=60)
+    async with (
+        publishers() as [publisher],
+        kv_service([publisher.described()], patience=patience) as kv,
+    ):
         subscription = await joined(kv, publisher)
         number, data = publisher.make(stored([2]))
         rubbish = RUBBISH[kind](data)
