@@ -38,6 +38,7 @@ DRAINED_TOKENS = 2000
 IMPLEMENTED = (
     *("Generate", "GetEngineInfo", "GetModelInfo", "Abort"),
     *("Drain", "GetLoad", "SubscribeRuntimeEvents"),
+    *("GetKvEventSources", "SubscribeKvEvents"),
 )
 """RPCs that have to wait for the engine; the others may say that they aren't there."""
 SERVICES = ("", "openengine.v1.OpenEngine")

@@ -28,6 +28,7 @@ from tests.engine.streams import gather
 IMPLEMENTED = {
     *("Generate", "GetEngineInfo", "GetModelInfo", "Health", "Abort"),
     *("Drain", "GetLoad", "SubscribeRuntimeEvents"),
+    *("GetKvEventSources", "SubscribeKvEvents"),
 }
 _GENERATE = "/openengine.v1.OpenEngine/Generate"
 
