@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from openengine_vllm.flag_values import not_negative
+from openengine_vllm.flag_values import rank
 from openengine_vllm.kv_events.endpoints import EndpointError, check_connectable
 from openengine_vllm.kv_events.settings import add_bridge_arguments
 from openengine_vllm.settings import (
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     source.add_argument(
         "--first-rank",
-        type=not_negative,
+        type=rank,
         default=0,
         metavar="N",
         help="rank of the first publisher; those after it count on (0)",

@@ -99,7 +99,7 @@ class Engine:
     @property
     def progress(self) -> int:
         """A number that changes whenever the engine answers any request."""
-        return self._progress.outputs
+        return self.stats.steps
 
     def unfinished(self) -> int:
         """Requests that vLLM's frontend still tracks."""

@@ -28,7 +28,6 @@ _MOST_NUMBERS = 64
 class Progress:
     """Counts what the engine has answered, over all requests."""
 
-    outputs: int = 0
     tokens: int = 0
     """Generated tokens."""
 

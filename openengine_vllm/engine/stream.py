@@ -229,7 +229,6 @@ class GenerationStream:
             for sequence in tuple(self._live):
                 output = sequence.take()
                 if output is not None:
-                    self._progress.outputs += 1
                     self._add(sequence, output, messages)
         except errors.OpenEngineError as error:
             self._fail(error, messages)

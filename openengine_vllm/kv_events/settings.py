@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from openengine_vllm.flag_values import port, positive
+from openengine_vllm.flag_values import byte_count, port, positive
 
 RETAINED_BATCHES = 10_000
 RETAINED_BYTES = 64 * 1024 * 1024
@@ -61,7 +61,7 @@ def add_bridge_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     )
     group.add_argument(
         "--kv-retain-bytes",
-        type=positive,
+        type=byte_count,
         default=RETAINED_BYTES,
         metavar="N",
         help="their bytes together; whichever is reached first holds (64 MiB)",

@@ -159,7 +159,13 @@ async def test_hung_engine_is_found_by_the_probe(sockets: Path) -> None:
             core.suspend()
             waiting = RunningCall(channel, generate_request("Once", {"max_tokens": 1}))
             assert not await _not_ready(stub), "the light check asks nobody"
-            health = await stub.Health(pb.HealthRequest(include_inference_probe=True))
+            aborted = RunningCall(channel, generate_request("Once", {"max_tokens": 1}))
+            await eventually(lambda: _is_live(stub, aborted.request), "it is accepted")
+            probing = stub.Health(pb.HealthRequest(include_inference_probe=True))
+            # What vLLM answers to an abort is not the engine's.
+            await stub.Abort(pb.AbortRequest(request_id=aborted.request.request_id))
+            assert await aborted.end() is grpc.StatusCode.OK
+            health = await probing
             assert health.state == pb.HEALTH_STATE_DEGRADED
             [probe] = [check for check in health.checks if check.name == "inference_probe"]
             assert probe.state == pb.HEALTH_STATE_NOT_READY

@@ -161,7 +161,7 @@ class ScriptedEngine:
 
     @property
     def progress(self) -> int:
-        return self.stats.progress.outputs
+        return self.stats.steps
 
     def load(self) -> Load:
         """As the engine computes it."""

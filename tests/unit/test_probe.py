@@ -83,7 +83,7 @@ async def test_busy_engine_that_answers_others_is_not_hung() -> None:
     engine.gate.clear()
     probe = InferenceProbe(0.2)
     caller = await start(probe, engine)
-    engine.stats.progress.outputs += 1
+    engine.stats.steps += 1
     assert await caller is None
     caller = await start(probe, engine)
     assert "did not answer" in (await caller or "")

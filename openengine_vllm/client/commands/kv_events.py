@@ -15,7 +15,7 @@ from openengine_vllm.client.commands.running import (
     print_json,
     run_command,
 )
-from openengine_vllm.flag_values import not_negative
+from openengine_vllm.flag_values import rank, sequence_number
 from openengine_vllm.protocol import v1 as pb
 
 DESCRIPTION = """\
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--start",
-        type=not_negative,
+        type=sequence_number,
         default=0,
         metavar="N",
         help="begin with this sequence number (0: from now on)",
@@ -46,7 +46,7 @@ def add_rank_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rank",
         dest="ranks",
-        type=not_negative,
+        type=rank,
         action="append",
         default=[],
         metavar="N",

@@ -44,6 +44,7 @@ def add_connection_arguments(
     group = parser.add_argument_group("connection")
     group.add_argument(
         "--target",
+        type=_target,
         default=os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET,
         help=f"HOST:PORT or unix:PATH (environment: {TARGET_VARIABLE}; default: %(default)s)",
     )
@@ -179,6 +180,12 @@ def _read(path: Path | None) -> bytes | None:
         raise UsageError(f"{path}: {error.strerror}") from error
 
 
+def _target(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("names no server")
+    return text
+
+
 def positive_seconds(text: str) -> float:
     """An option's value in seconds; inf is one."""
     seconds = _number(text)
@@ -193,7 +200,7 @@ def seconds_from(least: float, most: float) -> Callable[[str], float]:
     def seconds(text: str) -> float:
         value = _number(text)
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(f"must be from {least:.10g} to {most:.10g}")
         return value
 
     return seconds
