@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import resource
 import signal
 import sys
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
         StructuredOutputGrammar,
     )
 
+_MOST_WARNING_BYTES = 64 * 1024
+_WARNING = re.compile(r"\[\d\d:\d\d:\d\d\] ")
+"""How a line of xgrammar's begins."""
 _NICENESS = 10
 _STACK_BYTES = 4 * limits.MIB
 """Half of what the engine's threads have: what does not overflow here does not there."""
@@ -172,10 +176,11 @@ def _ended_by(number: int) -> Verdict:
 
 
 def _compile_within_limits(compiler: Compiler, constraint: dict[str, Any], writer: int) -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (1, 2):
-        # Compilers warn of a guide there, as often as a client sends one.
-        os.dup2(nothing, stream)
+    # Compilers warn of a guide there, as often as a client sends one.
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    warnings = os.memfd_create("warnings")
+    os.dup2(warnings, 2)
+    sys.stderr = sys.stdout
     _limit_memory()
     # Both end the process by themselves, also when nobody is left to wait for it.
     signal.setitimer(signal.ITIMER_PROF, limits.GUIDE_CPU_SECONDS)
@@ -184,6 +189,8 @@ def _compile_within_limits(compiler: Compiler, constraint: dict[str, Any], write
     def compile_guide() -> None:
         try:
             verdict = compiler.compile(constraint)
+            if forges_lines(os.pread(warnings, _MOST_WARNING_BYTES, 0)):
+                verdict = Verdict("rejected", "has its compiler print what is not a plain line")
         except TooSlow:
             seconds = limits.GUIDE_STEP_SECONDS
             verdict = Verdict("rejected", f"takes more than {seconds:g} s for one token")
@@ -198,6 +205,12 @@ def _compile_within_limits(compiler: Compiler, constraint: dict[str, Any], write
     thread = threading.Thread(target=compile_guide)
     thread.start()
     thread.join()
+
+
+def forges_lines(warnings: bytes) -> bool:
+    """Whether a guide has control of the log: the engine compiles it again, and warns there."""
+    lines = warnings.decode(errors="replace").split("\n")
+    return not all(_WARNING.match(line) and line.isprintable() for line in lines if line)
 
 
 def _limit_memory() -> None:

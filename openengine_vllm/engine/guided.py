@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -140,12 +140,29 @@ def _check_size(path: str, size: int) -> None:
 def _check_json(path: str, text: str) -> None:
     try:
         value = json.loads(text, parse_constant=_no_constant)
+        references = list(_references(value))
     except RecursionError:
         raise rejected(path, "is nested too deeply") from None
     except ValueError as error:
         raise rejected(path, f"is not JSON: {short_reason(str(error))}") from None
     if not isinstance(value, dict):
         raise rejected(path, "must be a JSON object")
+    if not all(reference.startswith("#") for reference in references):
+        raise rejected(path, "has a $ref to elsewhere; one has to begin with '#'")
+
+
+def _references(value: object) -> Iterator[str]:
+    """All that ``$ref`` names. What is elsewhere would be let through as anything at all."""
+    inner: Iterable[object] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+        reference = value.get("$ref")
+        if isinstance(reference, str):
+            yield reference
+    elif isinstance(value, list):
+        inner = value
+    for item in inner:
+        yield from _references(item)
 
 
 def _no_constant(name: str) -> None:

@@ -175,6 +175,8 @@ class EngineStats:
 
     progress: Progress = field(default_factory=Progress)
     """Tokens are counted by the streams, outputs by them and with each step."""
+    steps: int = 0
+    """That the schedulers have told of: an engine that hangs tells of none."""
     _ranks: dict[int, _Rank] = field(default_factory=lambda: {0: _Rank()})
     _total_blocks: int | None = None
     _prefix_caching: bool = False
@@ -223,7 +225,7 @@ class EngineStats:
             iteration: the frontend's, of all requests whoever sent them; None where vLLM does
                 not keep them.
         """
-        self.progress.outputs += 1
+        self.steps += 1
         entry = self._ranks[rank]
         entry.stats, entry.details, entry.iteration = stats, stats.iteration_details, iteration
         entry.time_ns = time.time_ns()

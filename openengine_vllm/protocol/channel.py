@@ -47,6 +47,7 @@ CLIENT_MAX_RECONNECT_BACKOFF_SECONDS: Final = 5.0
 load its model is there soon after; gRPC's own pause grows to two minutes."""
 
 _MOST_PENDING_CALLS: Final = 2**31 - 1
+_LONGEST_PENDING_SECONDS: Final = 24 * 60 * 60
 
 Options = list[tuple[str, int]]
 
@@ -81,6 +82,8 @@ def server_options(
         # gRPC cancels calls at random once 1,000 wait for the event loop to take them.
         ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
+        # It also cancels those that have waited for 30 s; clients have deadlines of their own.
+        ("grpc.server_max_unrequested_time_in_server", _LONGEST_PENDING_SECONDS),
         ("grpc.http2.max_ping_strikes", 0),
         *_metadata(max_metadata_bytes),
         *_keepalive(keepalive_seconds, keepalive_timeout_seconds),

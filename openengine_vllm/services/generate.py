@@ -87,6 +87,9 @@ class GenerateService:
         try:
             return await submission
         except asyncio.CancelledError:
+            # The client may leave in the very turn of the loop in which the engine accepts.
+            if submission.done() and not submission.cancelled() and not submission.exception():
+                submission.result().close()
             if entry.end_reason is None:
                 raise
             return engine.unstarted(prepared)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -39,6 +40,9 @@ def fast_client() -> Options:
 
 def fast_server() -> Options:
     return server_options(keepalive_seconds=0.1, keepalive_timeout_seconds=0.1)
+
+
+LONGEST_PENDING = "grpc.server_max_unrequested_time_in_server"
 
 
 class Recorder(grpc.GenericRpcHandler):
@@ -367,6 +371,32 @@ async def test_no_call_of_a_burst_is_lost_before_the_server_sees_it() -> None:
     ):
         burst = [call("Echo")(b"") for _ in range(4000)]  # gRPC's own limits are 1000 and 3000
         assert {await status_of(one) for one in burst} == {StatusCode.OK}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            [("grpc.server_max_unrequested_time_in_server", 1)],
+            {StatusCode.OK, StatusCode.CANCELLED},
+        ),
+        (server_options(), {StatusCode.OK}),
+    ],
+    ids=["with a bound", "ours"],
+)
+async def test_calls_wait_for_a_busy_loop(options: Options, expected: set[StatusCode]) -> None:
+    """gRPC's own bound is 30 s; what becomes of calls beyond one is seen with 1 s."""
+    async with (
+        serving(options) as (port, _),
+        connected(port, client_options()) as call,
+    ):
+        await call("Echo")(b"")
+        burst = [call("Echo")(b"") for _ in range(50)]
+        waiting = [asyncio.ensure_future(status_of(one)) for one in burst]
+        await asyncio.sleep(0)
+        time.sleep(2.5)  # noqa: ASYNC251 - the loop is to be busy
+        assert set(await asyncio.gather(*waiting)) == expected
+    assert dict(server_options())[LONGEST_PENDING] > 30
 
 
 async def test_a_port_in_use_cannot_be_bound() -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from grpc import StatusCode, aio
 
+from openengine_vllm.lifecycle import Lifecycle
+from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.errors import OpenEngineError, from_rpc_error
-from openengine_vllm.registry import EndReason
+from openengine_vllm.registry import EndReason, RequestRegistry
+from openengine_vllm.services.generate import GenerateService
+from openengine_vllm.services.stalls import StallWatch
 from tests.unit.scripted_engine import Service, request, serve
 
 
@@ -205,3 +211,42 @@ async def test_a_dying_engine_is_a_terminal_event() -> None:
         assert events[0].error.code == pb.ERROR_CODE_INTERNAL
         assert await call.code() is StatusCode.OK
         await service.idle()
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_client_that_leaves_as_the_engine_accepts(turns: int) -> None:
+    """Whatever turn of the loop it is in: what the engine has accepted ends there as well."""
+    accepting = asyncio.Event()
+    events: list[str] = []
+
+    class Stream:
+        def close(self) -> None:
+            events.append("closed")
+
+    class Engine:
+        async def submit(self, *_: Any) -> Stream:
+            try:
+                await accepting.wait()
+            except asyncio.CancelledError:
+                events.append("given up")
+                raise
+            events.append("accepted")
+            return Stream()
+
+    service = GenerateService(Lifecycle(), RequestRegistry(1), RequestLimits(), StallWatch(60))
+    entry = RequestRegistry(1).admit("r", 1)
+    record: Any = SimpleNamespace(trace_headers=None)
+    call = asyncio.ensure_future(
+        service._accept(cast(Any, Engine()), cast(Any, None), record, entry)
+    )
+    await asyncio.sleep(0.01)
+    accepting.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    call.cancel()
+    try:
+        stream: Any = await call
+        stream.close()  # It was accepted before the client left: the caller has it to close.
+    except asyncio.CancelledError:
+        pass
+    assert events in (["given up"], ["accepted", "closed"])

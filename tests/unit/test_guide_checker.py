@@ -20,6 +20,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest, get_struc
 from openengine_vllm import limits
 from openengine_vllm.engine.guide_checker import CheckedGuide, GuideChecker
 from openengine_vllm.engine.guide_params import CheckedSamplingParams, guide_params, worker_config
+from openengine_vllm.engine.guide_worker import forges_lines
 from openengine_vllm.engine.guided import Guide
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.errors import OpenEngineError
@@ -168,3 +169,19 @@ def test_worker_ends_with_its_owner_and_not_with_ctrl_c() -> None:
         owner.wait()
     psutil.wait_procs([worker], timeout=120)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("warnings", "forged"),
+    [
+        (b"", False),
+        (b"[03:39:07] /x.cc:1499: Warning: oneOf is treated as anyOf\n", False),
+        (b"[03:39:07] /x.cc:1: a\n[03:39:08] /x.cc:2: b\n", False),
+        (b"[03:39:07] /x.cc:1: got http://x\nlevel=error event=forged\n", True),
+        (b"[03:39:07] /x.cc:1: got \x1b[31m\n", True),
+        (b"[03:39:07] /x.cc:1: got a\rlevel=error\n", True),
+        (b"[03:39:07] /x.cc:1: got \xff\n", False),
+    ],
+)
+def test_warnings_that_forge_lines(warnings: bytes, forged: bool) -> None:
+    assert forges_lines(warnings) == forged

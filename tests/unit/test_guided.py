@@ -96,6 +96,11 @@ NESTED = '{"a":' * 50_000 + "1" + "}" * 50_000
         (pb.GuidedDecoding(json_schema='{"a": NaN}'), "guided.json_schema", "NaN"),
         (pb.GuidedDecoding(json_schema="9" * 5000), "guided.json_schema", "not JSON"),
         (pb.GuidedDecoding(json_schema="[1]"), "guided.json_schema", "object"),
+        (
+            pb.GuidedDecoding(json_schema='{"anyOf": [{"$ref": "http://x\\nlevel=error"}]}'),
+            "guided.json_schema",
+            "has a $ref to elsewhere",
+        ),
         (pb.GuidedDecoding(json_schema="true"), "guided.json_schema", "object"),
         (pb.GuidedDecoding(structural_tag=NESTED[:200_000]), "guided.structural_tag", "nested"),
         (pb.GuidedDecoding(regex="a\0"), "guided.regex", "NUL"),
