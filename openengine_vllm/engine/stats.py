@@ -174,7 +174,7 @@ class EngineStats:
     """The last word of each rank's scheduler, and what adds up over steps."""
 
     progress: Progress = field(default_factory=Progress)
-    """Tokens are counted by the streams, outputs by them and with each step."""
+    """Counted by the streams."""
     steps: int = 0
     """That the schedulers have told of: an engine that hangs tells of none."""
     _ranks: dict[int, _Rank] = field(default_factory=lambda: {0: _Rank()})
