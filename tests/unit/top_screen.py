@@ -19,6 +19,7 @@ from typing import Final
 from unittest import mock
 
 from textual.pilot import Pilot
+from textual.widgets import DataTable
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerIterationDetails, SchedulerStats
 
 from openengine_vllm.client import Client
@@ -93,7 +94,8 @@ class Shown:
     async def lines(self) -> list[str]:
         """The screen's text, once everything is drawn."""
         await self.pilot.pause()
-        while self.app._scrolling:
+        table = self.app.screen_stack[0].query_one("#events", DataTable)
+        while self.app._following and table.scroll_offset.y < table.max_scroll_y:
             await self.pilot.pause()
         strips = self.app.screen._compositor.render_strips()
         return ["".join(segment.text for segment in strip).rstrip() for strip in strips]

@@ -135,7 +135,8 @@ class Top(App[int]):
         self._paused = False
         self._drawable = False
         self._drawn_events = 0
-        self._scrolling = False
+        self._following = True
+        self._last_y = 0
 
     def compose(self) -> ComposeResult:
         """From top to bottom."""
@@ -255,6 +256,14 @@ class Top(App[int]):
     def _draw_events(self) -> None:
         table = self.screen_stack[0].query_one("#events", DataTable)
         monitor, types = self.monitor, self._choices[0]
+        # Who scrolls back is left alone until he is at the end again. Rows count for the
+        # scrolling only after a refresh, so not being at the end says nothing by itself.
+        y = table.scroll_offset.y
+        if y >= table.max_scroll_y:
+            self._following = True
+        elif y < self._last_y:
+            self._following = False
+        self._last_y = y
         names = ", ".join(name for name, number in EVENT_TYPES.items() if number in types)
         title = f"events: {names or 'all types'}, {monitor.events_seen:,} seen"
         if monitor.events_problem:
@@ -262,11 +271,12 @@ class Top(App[int]):
         table.border_title = Content(title)
         new = monitor.events_seen - self._drawn_events
         if not new:
+            if self._following and y < table.max_scroll_y:
+                self._scroll_to_end(table)
             return
-        # Rows count for the scrolling only after the next refresh.
-        follow = self._scrolling or table.scroll_offset.y >= table.max_scroll_y
         if self._drawn_events < 0 or table.row_count + new > 2 * len(monitor.events):
             table.clear()
+            self._last_y = 0
             new = len(monitor.events)
         self._drawn_events = monitor.events_seen
         for event in list(monitor.events)[-new:]:
@@ -274,12 +284,14 @@ class Top(App[int]):
                 cells = event_time(event), type_name(event), attribute_text(event)
                 # As they are: a plain str would be read as markup.
                 table.add_row(*map(Text, cells))
-        if follow:
-            self._scrolling = True
-            table.scroll_end(animate=False, force=True, on_complete=self._scrolled)
+        if self._following:
+            self._scroll_to_end(table)
+
+    def _scroll_to_end(self, table: DataTable[Text]) -> None:
+        table.scroll_end(animate=False, force=True, on_complete=self._scrolled)
 
     def _scrolled(self) -> None:
-        self._scrolling = False
+        self._last_y = self.screen_stack[0].query_one("#events", DataTable).scroll_offset.y
 
 
 def _content(shown: Sequence[lines.Line]) -> Content:
