@@ -57,8 +57,10 @@ async def test_what_runs_and_what_waits(operated: Peer) -> None:
     ]
 
     async def all_are_there() -> bool:
+        """They are, and a step has told of them since: it comes after the requests do."""
         load = await operated.client.load()
-        return load.running_requests + load.queued_requests == OPERATED_SLOTS + WAITING
+        counts = (load.running_requests, load.queued_requests, load.decode_batch_size)
+        return counts == (OPERATED_SLOTS, WAITING, OPERATED_SLOTS)
 
     await eventually(all_are_there, "the engine has them all")
     before = [len(call.token_ids) for call in running]
