@@ -351,10 +351,10 @@ def test_vllms_flags_beside_ours(folder: Path) -> None:
         *("--max_model_len", "1k", "--gpu_memory_utilization=0.5", "--enable_prefix_caching"),
         *("--hf-overrides.some_key", "1", "--seed", "7", "--stall-timeout", "5"),
     ]
-    args, names = parse_engine_args(
+    args, flags = parse_engine_args(
         argv, "openengine-vllm", add_server_arguments, lambda _: str(folder)
     )
-    assert names == ("a", "b")
+    assert flags.served_model_name == ["a", "b"]
     assert (args.model, args.max_model_len, args.max_num_seqs) == (str(folder), 1000, 3)
     assert (args.gpu_memory_utilization, args.seed) == (0.5, 7)
     assert args.enable_prefix_caching is True
