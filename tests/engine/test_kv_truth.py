@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import pickle
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -111,7 +112,7 @@ def digests(token_ids: Sequence[int], salt: str) -> list[bytes]:
     def digest(value: object) -> bytes:
         return hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
 
-    parent, chain = digest("vllm-none-hash"), []
+    parent, chain = digest(os.environ.get("PYTHONHASHSEED", "vllm-none-hash")), []
     for index in range(len(token_ids) // BLOCK):
         extra = (("cache_salt", salt),) if salt and not index else None
         parent = digest((parent, tuple(token_ids[index * BLOCK : (index + 1) * BLOCK]), extra))
