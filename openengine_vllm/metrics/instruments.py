@@ -7,6 +7,7 @@ looked up before; only what is shown is ``prometheus_client``'s.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -83,8 +84,9 @@ class Instrument(Collector):
         """The metric with its series."""
         return [self._family()]
 
+    @abstractmethod
     def _family(self) -> Metric:
-        raise NotImplementedError
+        """The metric with its series."""
 
 
 class _Recorded(Instrument, Generic[_Cell]):
@@ -105,8 +107,9 @@ class _Recorded(Instrument, Generic[_Cell]):
             found = self._cells.setdefault(values, self._new())
         return found
 
+    @abstractmethod
     def _new(self) -> _Cell:
-        raise NotImplementedError
+        """A cell that nothing is in."""
 
 
 class Counter(_Recorded[Cell]):

@@ -374,17 +374,11 @@ async def test_no_call_of_a_burst_is_lost_before_the_server_sees_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (
-            [("grpc.server_max_unrequested_time_in_server", 1)],
-            {StatusCode.OK, StatusCode.CANCELLED},
-        ),
-        (server_options(), {StatusCode.OK}),
-    ],
+    ("options", "some_are_lost"),
+    [([(LONGEST_PENDING, 1)], True), (server_options(), False)],
     ids=["with a bound", "ours"],
 )
-async def test_calls_wait_for_a_busy_loop(options: Options, expected: set[StatusCode]) -> None:
+async def test_calls_wait_for_a_busy_loop(options: Options, some_are_lost: bool) -> None:
     """gRPC's own bound is 30 s; what becomes of calls beyond one is seen with 1 s."""
     async with (
         serving(options) as (port, _),
@@ -395,7 +389,9 @@ async def test_calls_wait_for_a_busy_loop(options: Options, expected: set[Status
         waiting = [asyncio.ensure_future(status_of(one)) for one in burst]
         await asyncio.sleep(0)
         time.sleep(2.5)  # noqa: ASYNC251 - the loop is to be busy
-        assert set(await asyncio.gather(*waiting)) == expected
+        statuses = set(await asyncio.gather(*waiting))
+    assert statuses <= {StatusCode.OK, StatusCode.CANCELLED}
+    assert (StatusCode.CANCELLED in statuses) == some_are_lost
     assert dict(server_options())[LONGEST_PENDING] > 30
 
 
