@@ -7,24 +7,22 @@ from collections.abc import Sequence
 
 import structlog
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
+from openengine_vllm.grpc_server import grpc_server
 from openengine_vllm.kv_events.bridge import KvBridge
 from openengine_vllm.kv_events.source import Publisher
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
-from openengine_vllm.protocol.channel import server_options
 from openengine_vllm.protocol.revision import (
     MINIMUM_CLIENT_REVISION,
     SCHEMA_RELEASE,
     SCHEMA_REVISION,
     SERVICE_NAME,
 )
-from openengine_vllm.services.authentication import Services
-from openengine_vllm.services.handlers import Context, Handler, service_handler
+from openengine_vllm.services.handlers import Context, Handler
 from openengine_vllm.services.kv_events import KvEventsService
-from openengine_vllm.services.reflection import add_reflection
 from openengine_vllm.services.stalls import StallWatch
 from openengine_vllm.settings import ServerSettings
 
@@ -48,34 +46,18 @@ class KvBridgeServer:
         self._stalls = StallWatch(settings.stall_timeout)
         self._events = KvEventsService(lambda: None, self._stalls)
         self._watching: asyncio.Future[None] | None = None
+        self._grpc_health = HealthServicer()
         self.grpc_server = self._build()
         """Serves once it is bound and started."""
 
     def _build(self) -> aio.Server:
-        settings = self._settings
-        server = aio.server(
-            options=server_options(
-                max_receive_bytes=settings.max_request_bytes,
-                max_send_bytes=settings.limits.max_response_bytes,
-                max_concurrent_streams=settings.max_connection_streams,
-                max_connections=settings.max_connections,
-            )
-        )
         handlers: dict[str, Handler] = {
             "GetEngineInfo": self._engine_info,
             "Health": self._health,
             "GetKvEventSources": self._events.sources,
             "SubscribeKvEvents": self._events.subscribe,
         }
-        services = Services(settings.api_keys)
-        services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
-        serving = HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(serving, services.as_server())
-        self._grpc_health = serving
-        if settings.reflects:
-            add_reflection(services.as_server())
-        server.add_generic_rpc_handlers((services,))
-        return server
+        return grpc_server(self._settings, handlers, self._grpc_health)
 
     async def start(self, address: str) -> None:
         """Follow the publishers and serve at ``address``, which is bound.

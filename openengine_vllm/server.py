@@ -15,31 +15,29 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
 from openengine_vllm.binding import bind
 from openengine_vllm.drain import Drains
+from openengine_vllm.grpc_server import grpc_server
 from openengine_vllm.kv_events.bridge import KvBridge
 from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.metrics.endpoint import served_metrics
 from openengine_vllm.metrics.server_metrics import ServerMetrics
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
-from openengine_vllm.protocol.channel import server_options
 from openengine_vllm.protocol.revision import SERVICE_NAME
 from openengine_vllm.registry import EndReason, RequestRegistry
-from openengine_vllm.services.authentication import Services
 from openengine_vllm.services.control import ControlService
 from openengine_vllm.services.discovery import DiscoveryService
 from openengine_vllm.services.drain import DrainService
 from openengine_vllm.services.generate import GenerateService
-from openengine_vllm.services.handlers import Handler, service_handler
+from openengine_vllm.services.handlers import Handler
 from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.load import LoadService
 from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.readings import add_readings
-from openengine_vllm.services.reflection import add_reflection
 from openengine_vllm.services.runtime_events import RuntimeEventsService
 from openengine_vllm.services.stalls import StallWatch
 from openengine_vllm.settings import ServerSettings
@@ -111,16 +109,16 @@ class Server:
             BindError: the address cannot be served.
         """
         settings = self._settings
-        grpc_server = self._build()
+        server = self._build()
         credentials = None if settings.tls is None else server_credentials(settings.tls)
         if self.metrics is not None and settings.metrics_port is not None:
             self.metrics_address = await self._metrics_endpoint.enter_async_context(
                 served_metrics(self.metrics, settings.metrics_host, settings.metrics_port)
             )
-        self._address = address = bind(grpc_server, settings, credentials)
+        self._address = address = bind(server, settings, credentials)
         await self._report_health()
-        await grpc_server.start()
-        self._grpc_server = grpc_server
+        await server.start()
+        self._grpc_server = server
         self._watching = asyncio.ensure_future(self._stalls.run())
         _log.info(
             "listening",
@@ -196,14 +194,6 @@ class Server:
 
     def _build(self) -> grpc.aio.Server:
         settings = self._settings
-        server = grpc.aio.server(
-            options=server_options(
-                max_receive_bytes=settings.max_request_bytes,
-                max_send_bytes=settings.limits.max_response_bytes,
-                max_concurrent_streams=settings.max_connection_streams,
-                max_connections=settings.max_connections,
-            )
-        )
         metrics = self.metrics
         generate = GenerateService(
             self.lifecycle, self.registry, settings.limits, self._stalls, metrics
@@ -225,14 +215,7 @@ class Server:
             "GetKvEventSources": self._kv_events.sources,
             "SubscribeKvEvents": self._kv_events.subscribe,
         }
-        services = Services(settings.api_keys, None if metrics is None else metrics.turned_away)
-        observe = None if metrics is None else metrics.observed
-        services.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers, observe),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, services.as_server())
-        if settings.reflects:
-            add_reflection(services.as_server())
-        server.add_generic_rpc_handlers((services,))
-        return server
+        return grpc_server(settings, handlers, self._health, metrics)
 
     async def _engine_died(self) -> None:
         _log.error("the engine has died")

@@ -183,7 +183,7 @@ class RuntimeEventsService:
             self._watched.unwatch(self._on_step)
             self._registry.unwatch(self._on_registry)
             self._watched = None
-            self._tell_all()
+            self._pending.clear()
             self._told.clear()
         self._count_wanted()
 
