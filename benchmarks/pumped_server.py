@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerIterationDetails, SchedulerStats
 
+from openengine_vllm import logs
 from openengine_vllm.engine.stats import EngineStats
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.loading import load_engine
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     add_server_arguments(parser)
     settings = server_settings(parser.parse_args(["--port", "0"]), {})
+    logs.configure(settings.log_level)
     pumps: list[asyncio.Future[None]] = []
 
     def load(instance_id: str) -> Serving:
