@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerIterationDetails, SchedulerStats
 
 from openengine_vllm import logs
+from openengine_vllm.cli import take_over_stdout
 from openengine_vllm.engine.stats import EngineStats
 from openengine_vllm.lifecycle import Serving
 from openengine_vllm.loading import load_engine
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     add_server_arguments(parser)
     settings = server_settings(parser.parse_args(["--port", "0"]), {})
     logs.configure(settings.log_level)
+    announce = take_over_stdout()
     pumps: list[asyncio.Future[None]] = []
 
     def load(instance_id: str) -> Serving:
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
     def on_ready(addresses: Addresses, serving: Serving) -> None:
         pumps.append(asyncio.ensure_future(pump(serving.engine.stats, float(rate))))
-        print(f"openengine ready grpc={addresses.grpc}", flush=True)
+        announce(f"openengine ready grpc={addresses.grpc}")
 
     return asyncio.run(Process(settings, load, on_ready).run())
 

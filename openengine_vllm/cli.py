@@ -140,7 +140,7 @@ def _serve(arguments: list[str]) -> int:
     os.environ.pop(API_KEY_VARIABLE, None)
     if vllm_version() is None:
         return _fail(_NO_VLLM)
-    announce = _take_over_stdout()
+    announce = take_over_stdout()
     return _run(settings, arguments, announce)
 
 
@@ -211,7 +211,7 @@ def _config_flags(parser: argparse.ArgumentParser, values: dict[str, Any]) -> li
     return flags
 
 
-def _take_over_stdout() -> Callable[[str], None]:
+def take_over_stdout() -> Callable[[str], None]:
     """Keep stdout for the ready line: whatever else this process and the engine's print goes
     to stderr from here on.
     """

@@ -34,7 +34,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise Started(settings, arguments)
 
     monkeypatch.setattr(cli, "_run", run)
-    monkeypatch.setattr(cli, "_take_over_stdout", lambda: None)
+    monkeypatch.setattr(cli, "take_over_stdout", lambda: None)
     monkeypatch.chdir(tmp_path)
 
 
@@ -305,8 +305,8 @@ def test_sockets_go_to_a_folder_of_our_own(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_stdout_is_kept_for_the_ready_line() -> None:
     code = """
 import os
-from openengine_vllm.cli import _take_over_stdout
-announce = _take_over_stdout()
+from openengine_vllm.cli import take_over_stdout
+announce = take_over_stdout()
 print("engine chatter", flush=True)
 os.system("echo child chatter")
 announce("ready")
