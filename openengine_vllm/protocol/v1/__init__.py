@@ -5,17 +5,49 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from openengine_vllm.protocol.v1 import service_pb2
 from openengine_vllm.protocol.v1._pool import POOL
+from openengine_vllm.protocol.v1.abort_pb2 import (
+    ABORT_STATUS_ABORTED,
+    ABORT_STATUS_ALREADY_FINISHED,
+    ABORT_STATUS_UNSPECIFIED,
+    AbortRequest,
+    AbortResponse,
+    AbortStatus,
+    AllRequests,
+)
+from openengine_vllm.protocol.v1.capabilities_pb2 import (
+    CANDIDATE_TOKEN_SELECTION_MODE_ALL,
+    CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS,
+    CANDIDATE_TOKEN_SELECTION_MODE_TOP_N,
+    CANDIDATE_TOKEN_SELECTION_MODE_UNSPECIFIED,
+    GUIDED_DECODING_MODE_CHOICE,
+    GUIDED_DECODING_MODE_EBNF_GRAMMAR,
+    GUIDED_DECODING_MODE_JSON_OBJECT,
+    GUIDED_DECODING_MODE_JSON_SCHEMA,
+    GUIDED_DECODING_MODE_REGEX,
+    GUIDED_DECODING_MODE_STRUCTURAL_TAG,
+    GUIDED_DECODING_MODE_UNSPECIFIED,
+    CandidateTokenSelectionMode,
+    GenerationCapabilities,
+    GuidedDecodingCapabilities,
+    GuidedDecodingMode,
+    LogprobCapabilities,
+)
+from openengine_vllm.protocol.v1.drain_pb2 import (
+    DRAIN_STATE_COMPLETE,
+    DRAIN_STATE_IN_PROGRESS,
+    DRAIN_STATE_STARTED,
+    DRAIN_STATE_UNSPECIFIED,
+    DrainRequest,
+    DrainResponse,
+    DrainState,
+)
 from openengine_vllm.protocol.v1.engine_pb2 import (
-    ENGINE_ROLE_AGGREGATED,
-    ENGINE_ROLE_DECODE,
-    ENGINE_ROLE_PREFILL,
-    ENGINE_ROLE_UNSPECIFIED,
     EngineInfo,
-    EngineRole,
     GetEngineInfoRequest,
+    GetKvConnectorInfoRequest,
     ParallelismInfo,
 )
-from openengine_vllm.protocol.v1.errors_pb2 import (
+from openengine_vllm.protocol.v1.error_codes_pb2 import (
     ERROR_CODE_CANCELLED,
     ERROR_CODE_DRAINING,
     ERROR_CODE_DUPLICATE_REQUEST,
@@ -29,8 +61,14 @@ from openengine_vllm.protocol.v1.errors_pb2 import (
     ERROR_CODE_ROLE_MISMATCH,
     ERROR_CODE_UNSPECIFIED,
     ERROR_CODE_UNSUPPORTED_FEATURE,
-    EngineError,
     ErrorCode,
+)
+from openengine_vllm.protocol.v1.errors_pb2 import (
+    EngineError,
+)
+from openengine_vllm.protocol.v1.generate_request_pb2 import (
+    GenerateRequest,
+    KvOptions,
 )
 from openengine_vllm.protocol.v1.generation_pb2 import (
     FINISH_REASON_CANCELLED,
@@ -41,12 +79,10 @@ from openengine_vllm.protocol.v1.generation_pb2 import (
     CandidateTokenSelection,
     ChoiceConstraint,
     FinishReason,
-    GenerateRequest,
     GenerateResponse,
     GenerationFinished,
     GuidedDecoding,
     JsonObjectConstraint,
-    KvOptions,
     LogProb,
     PrefillReady,
     PromptOutput,
@@ -98,7 +134,6 @@ from openengine_vllm.protocol.v1.kv_events_pb2 import (
     SubscribeKvEventsResponse,
 )
 from openengine_vllm.protocol.v1.kv_pb2 import (
-    GetKvConnectorInfoRequest,
     GetKvEventSourcesRequest,
     GetKvEventSourcesResponse,
     KvConnectorInfo,
@@ -106,26 +141,9 @@ from openengine_vllm.protocol.v1.kv_pb2 import (
     KvEventSource,
     KvSessionRef,
 )
-from openengine_vllm.protocol.v1.lifecycle_pb2 import (
-    ABORT_STATUS_ABORTED,
-    ABORT_STATUS_ALREADY_FINISHED,
-    ABORT_STATUS_UNSPECIFIED,
-    DRAIN_STATE_COMPLETE,
-    DRAIN_STATE_IN_PROGRESS,
-    DRAIN_STATE_STARTED,
-    DRAIN_STATE_UNSPECIFIED,
-    AbortRequest,
-    AbortResponse,
-    AbortStatus,
-    AllRequests,
-    DrainRequest,
-    DrainResponse,
-    DrainState,
-)
 from openengine_vllm.protocol.v1.load_pb2 import (
     GetLoadRequest,
     LoadInfo,
-    RankLoadInfo,
 )
 from openengine_vllm.protocol.v1.lora_pb2 import (
     ListLorasRequest,
@@ -137,24 +155,18 @@ from openengine_vllm.protocol.v1.lora_pb2 import (
     UnloadLoraResponse,
 )
 from openengine_vllm.protocol.v1.model_pb2 import (
-    CANDIDATE_TOKEN_SELECTION_MODE_ALL,
-    CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS,
-    CANDIDATE_TOKEN_SELECTION_MODE_TOP_N,
-    CANDIDATE_TOKEN_SELECTION_MODE_UNSPECIFIED,
-    GUIDED_DECODING_MODE_CHOICE,
-    GUIDED_DECODING_MODE_EBNF_GRAMMAR,
-    GUIDED_DECODING_MODE_JSON_OBJECT,
-    GUIDED_DECODING_MODE_JSON_SCHEMA,
-    GUIDED_DECODING_MODE_REGEX,
-    GUIDED_DECODING_MODE_STRUCTURAL_TAG,
-    GUIDED_DECODING_MODE_UNSPECIFIED,
-    CandidateTokenSelectionMode,
-    GenerationCapabilities,
     GetModelInfoRequest,
-    GuidedDecodingCapabilities,
-    GuidedDecodingMode,
-    LogprobCapabilities,
     ModelInfo,
+)
+from openengine_vllm.protocol.v1.rank_load_pb2 import (
+    RankLoadInfo,
+)
+from openengine_vllm.protocol.v1.role_pb2 import (
+    ENGINE_ROLE_AGGREGATED,
+    ENGINE_ROLE_DECODE,
+    ENGINE_ROLE_PREFILL,
+    ENGINE_ROLE_UNSPECIFIED,
+    EngineRole,
 )
 from openengine_vllm.protocol.v1.runtime_events_pb2 import (
     RUNTIME_EVENT_TYPE_BATCH,

@@ -3,26 +3,26 @@
 
 from openengine_vllm.protocol.message_classes import publish
 from openengine_vllm.protocol.v1 import kv_pb2  # noqa: F401
+from openengine_vllm.protocol.v1 import role_pb2  # noqa: F401
 from openengine_vllm.protocol.v1._pool import POOL
 
 DESCRIPTOR = POOL.AddSerializedFile(
-    b'\n\x1aopenengine/v1/engine.proto\x12\ropenengine.v1\x1a\x16openengine/v1/kv.proto"\x16\n\x14G'
-    b'etEngineInfoRequest"\xdc\x03\n\nEngineInfo\x12\x1f\n\x0bengine_name\x18\x01 \x01(\tR\nengineN'
-    b'ame\x12%\n\x0eengine_version\x18\x02 \x01(\tR\rengineVersion\x12-\n\x04role\x18\x03 \x01(\x0e'
-    b'2\x19.openengine.v1.EngineRoleR\x04role\x12\x1f\n\x0binstance_id\x18\x04 \x01(\tR\ninstanceId'
-    b'\x12)\n\x10supported_models\x18\x05 \x03(\tR\x0fsupportedModels\x12@\n\x0bparallelism\x18\x06'
-    b' \x01(\x0b2\x1e.openengine.v1.ParallelismInfoR\x0bparallelism\x12A\n\x0ckv_connector\x18\x07 '
-    b"\x01(\x0b2\x1e.openengine.v1.KvConnectorInfoR\x0bkvConnector\x12'\n\x0fschema_revision\x18"
-    b'\x08 \x01(\rR\x0eschemaRevision\x126\n\x17minimum_client_revision\x18\t \x01(\rR\x15minimumCl'
-    b'ientRevision\x12%\n\x0eschema_release\x18\n \x01(\tR\rschemaRelease"\xa6\x03\n\x0fParallelism'
-    b'Info\x125\n\x14tensor_parallel_size\x18\x01 \x01(\rH\x00R\x12tensorParallelSize\x88\x01\x01'
-    b'\x129\n\x16pipeline_parallel_size\x18\x02 \x01(\rH\x01R\x14pipelineParallelSize\x88\x01\x01'
-    b'\x121\n\x12data_parallel_size\x18\x03 \x01(\rH\x02R\x10dataParallelSize\x88\x01\x01\x121\n'
-    b'\x12data_parallel_rank\x18\x04 \x01(\rH\x03R\x10dataParallelRank\x88\x01\x01\x12<\n\x18data_p'
-    b'arallel_start_rank\x18\x05 \x01(\rH\x04R\x15dataParallelStartRank\x88\x01\x01B\x17\n\x15_tens'
-    b'or_parallel_sizeB\x19\n\x17_pipeline_parallel_sizeB\x15\n\x13_data_parallel_sizeB\x15\n\x13_d'
-    b'ata_parallel_rankB\x1b\n\x19_data_parallel_start_rank*v\n\nEngineRole\x12\x1b\n\x17ENGINE_ROL'
-    b'E_UNSPECIFIED\x10\x00\x12\x1a\n\x16ENGINE_ROLE_AGGREGATED\x10\x01\x12\x17\n\x13ENGINE_ROLE_PR'
-    b'EFILL\x10\x02\x12\x16\n\x12ENGINE_ROLE_DECODE\x10\x03b\x06proto3'
+    b'\n\x1aopenengine/v1/engine.proto\x12\ropenengine.v1\x1a\x16openengine/v1/kv.proto\x1a\x18open'
+    b'engine/v1/role.proto"\x16\n\x14GetEngineInfoRequest"\xdc\x03\n\nEngineInfo\x12\x1f\n\x0bengin'
+    b'e_name\x18\x01 \x01(\tR\nengineName\x12%\n\x0eengine_version\x18\x02 \x01(\tR\rengineVersion'
+    b'\x12-\n\x04role\x18\x03 \x01(\x0e2\x19.openengine.v1.EngineRoleR\x04role\x12\x1f\n\x0binstanc'
+    b'e_id\x18\x04 \x01(\tR\ninstanceId\x12)\n\x10supported_models\x18\x05 \x03(\tR\x0fsupportedMod'
+    b'els\x12@\n\x0bparallelism\x18\x06 \x01(\x0b2\x1e.openengine.v1.ParallelismInfoR\x0bparallelis'
+    b'm\x12A\n\x0ckv_connector\x18\x07 \x01(\x0b2\x1e.openengine.v1.KvConnectorInfoR\x0bkvConnector'
+    b"\x12'\n\x0fschema_revision\x18\x08 \x01(\rR\x0eschemaRevision\x126\n\x17minimum_client_revisi"
+    b'on\x18\t \x01(\rR\x15minimumClientRevision\x12%\n\x0eschema_release\x18\n \x01(\tR\rschemaRel'
+    b'ease"\xa6\x03\n\x0fParallelismInfo\x125\n\x14tensor_parallel_size\x18\x01 \x01(\rH\x00R\x12te'
+    b'nsorParallelSize\x88\x01\x01\x129\n\x16pipeline_parallel_size\x18\x02 \x01(\rH\x01R\x14pipeli'
+    b'neParallelSize\x88\x01\x01\x121\n\x12data_parallel_size\x18\x03 \x01(\rH\x02R\x10dataParallel'
+    b'Size\x88\x01\x01\x121\n\x12data_parallel_rank\x18\x04 \x01(\rH\x03R\x10dataParallelRank\x88'
+    b'\x01\x01\x12<\n\x18data_parallel_start_rank\x18\x05 \x01(\rH\x04R\x15dataParallelStartRank'
+    b'\x88\x01\x01B\x17\n\x15_tensor_parallel_sizeB\x19\n\x17_pipeline_parallel_sizeB\x15\n\x13_dat'
+    b'a_parallel_sizeB\x15\n\x13_data_parallel_rankB\x1b\n\x19_data_parallel_start_rank"\x1b\n\x19G'
+    b'etKvConnectorInfoRequestb\x06proto3'
 )
 publish(DESCRIPTOR, globals())

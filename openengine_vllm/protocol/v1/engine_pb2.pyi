@@ -7,8 +7,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from openengine_vllm.protocol.v1 import kv_pb2 as _kv_pb2
+from openengine_vllm.protocol.v1 import role_pb2 as _role_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,31 +19,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _EngineRole:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _EngineRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineRole.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    ENGINE_ROLE_UNSPECIFIED: _EngineRole.ValueType  # 0
-    ENGINE_ROLE_AGGREGATED: _EngineRole.ValueType  # 1
-    """Prompt in, tokens out, all in this engine."""
-    ENGINE_ROLE_PREFILL: _EngineRole.ValueType  # 2
-    """Computes the KV cache of a prompt and hands it off instead of generating."""
-    ENGINE_ROLE_DECODE: _EngineRole.ValueType  # 3
-    """Generates from a KV cache that a prefill engine has handed off."""
-
-class EngineRole(_EngineRole, metaclass=_EngineRoleEnumTypeWrapper): ...
-
-ENGINE_ROLE_UNSPECIFIED: EngineRole.ValueType  # 0
-ENGINE_ROLE_AGGREGATED: EngineRole.ValueType  # 1
-"""Prompt in, tokens out, all in this engine."""
-ENGINE_ROLE_PREFILL: EngineRole.ValueType  # 2
-"""Computes the KV cache of a prompt and hands it off instead of generating."""
-ENGINE_ROLE_DECODE: EngineRole.ValueType  # 3
-"""Generates from a KV cache that a prefill engine has handed off."""
-Global___EngineRole: _TypeAlias = EngineRole  # noqa: Y015
 
 @_typing.final
 class GetEngineInfoRequest(_message.Message):
@@ -77,7 +52,7 @@ class EngineInfo(_message.Message):
     engine_name: _builtins.str
     """Lower-case name of the engine, such as "vllm"."""
     engine_version: _builtins.str
-    role: Global___EngineRole.ValueType
+    role: _role_pb2.EngineRole.ValueType
     instance_id: _builtins.str
     """Tells one running instance from another."""
     schema_revision: _builtins.int
@@ -99,7 +74,7 @@ class EngineInfo(_message.Message):
         *,
         engine_name: _builtins.str = ...,
         engine_version: _builtins.str = ...,
-        role: Global___EngineRole.ValueType = ...,
+        role: _role_pb2.EngineRole.ValueType = ...,
         instance_id: _builtins.str = ...,
         supported_models: _abc.Iterable[_builtins.str] | None = ...,
         parallelism: Global___ParallelismInfo | None = ...,
@@ -169,3 +144,18 @@ class ParallelismInfo(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tensor_parallel_size) -> _WhichOneofReturnType__tensor_parallel_size | None: ...
 
 Global___ParallelismInfo: _TypeAlias = ParallelismInfo  # noqa: Y015
+
+@_typing.final
+class GetKvConnectorInfoRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetKvConnectorInfoRequest: _TypeAlias = GetKvConnectorInfoRequest  # noqa: Y015

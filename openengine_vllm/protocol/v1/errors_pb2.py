@@ -2,21 +2,16 @@
 """Messages of openengine/v1/errors.proto."""
 
 from openengine_vllm.protocol.message_classes import publish
+from openengine_vllm.protocol.v1 import error_codes_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import struct_pb2  # noqa: F401
 from openengine_vllm.protocol.v1._pool import POOL
 
 DESCRIPTOR = POOL.AddSerializedFile(
-    b'\n\x1aopenengine/v1/errors.proto\x12\ropenengine.v1\x1a\x1cgoogle/protobuf/struct.proto"\xe4'
-    b'\x01\n\x0bEngineError\x12,\n\x04code\x18\x01 \x01(\x0e2\x18.openengine.v1.ErrorCodeR\x04code'
-    b'\x12\x18\n\x07message\x18\x02 \x01(\tR\x07message\x12\x1c\n\tretryable\x18\x03 \x01(\x08R\tre'
-    b'tryable\x12)\n\x0eretry_after_ms\x18\x04 \x01(\x04H\x00R\x0cretryAfterMs\x88\x01\x01\x121\n'
-    b'\x07details\x18\x05 \x01(\x0b2\x17.google.protobuf.StructR\x07detailsB\x11\n\x0f_retry_after_'
-    b'ms*\x9d\x03\n\tErrorCode\x12\x1a\n\x16ERROR_CODE_UNSPECIFIED\x10\x00\x12\x1f\n\x1bERROR_CODE_'
-    b'INVALID_ARGUMENT\x10\x01\x12"\n\x1eERROR_CODE_UNSUPPORTED_FEATURE\x10\x02\x12\x1c\n\x18ERROR_'
-    b'CODE_ROLE_MISMATCH\x10\x03\x12\x1e\n\x1aERROR_CODE_MODEL_NOT_FOUND\x10\x04\x12\x19\n\x15ERROR'
-    b'_CODE_OVERLOADED\x10\x05\x12 \n\x1cERROR_CODE_REQUEST_NOT_FOUND\x10\x06\x12 \n\x1cERROR_CODE_'
-    b'DUPLICATE_REQUEST\x10\x07\x12#\n\x1fERROR_CODE_KV_SESSION_NOT_FOUND\x10\x08\x12!\n\x1dERROR_C'
-    b'ODE_KV_TRANSFER_FAILED\x10\t\x12\x18\n\x14ERROR_CODE_CANCELLED\x10\n\x12\x17\n\x13ERROR_CODE_'
-    b'DRAINING\x10\x0b\x12\x17\n\x13ERROR_CODE_INTERNAL\x10\x0cb\x06proto3'
+    b'\n\x1aopenengine/v1/errors.proto\x12\ropenengine.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a'
+    b'\x1fopenengine/v1/error_codes.proto"\xe4\x01\n\x0bEngineError\x12,\n\x04code\x18\x01 \x01('
+    b'\x0e2\x18.openengine.v1.ErrorCodeR\x04code\x12\x18\n\x07message\x18\x02 \x01(\tR\x07message'
+    b'\x12\x1c\n\tretryable\x18\x03 \x01(\x08R\tretryable\x12)\n\x0eretry_after_ms\x18\x04 \x01('
+    b'\x04H\x00R\x0cretryAfterMs\x88\x01\x01\x121\n\x07details\x18\x05 \x01(\x0b2\x17.google.protob'
+    b'uf.StructR\x07detailsB\x11\n\x0f_retry_after_msb\x06proto3'
 )
 publish(DESCRIPTOR, globals())

@@ -5,7 +5,7 @@ Application errors: one shape for a terminal stream event and for the detail of 
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from openengine_vllm.protocol.v1 import error_codes_pb2 as _error_codes_pb2
 from openengine_vllm.protocol.v1 import struct_pb2 as _struct_pb2
 import builtins as _builtins
 import sys
@@ -18,43 +18,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _ErrorCode:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    ERROR_CODE_UNSPECIFIED: _ErrorCode.ValueType  # 0
-    ERROR_CODE_INVALID_ARGUMENT: _ErrorCode.ValueType  # 1
-    ERROR_CODE_UNSUPPORTED_FEATURE: _ErrorCode.ValueType  # 2
-    ERROR_CODE_ROLE_MISMATCH: _ErrorCode.ValueType  # 3
-    ERROR_CODE_MODEL_NOT_FOUND: _ErrorCode.ValueType  # 4
-    ERROR_CODE_OVERLOADED: _ErrorCode.ValueType  # 5
-    ERROR_CODE_REQUEST_NOT_FOUND: _ErrorCode.ValueType  # 6
-    ERROR_CODE_DUPLICATE_REQUEST: _ErrorCode.ValueType  # 7
-    ERROR_CODE_KV_SESSION_NOT_FOUND: _ErrorCode.ValueType  # 8
-    ERROR_CODE_KV_TRANSFER_FAILED: _ErrorCode.ValueType  # 9
-    ERROR_CODE_CANCELLED: _ErrorCode.ValueType  # 10
-    ERROR_CODE_DRAINING: _ErrorCode.ValueType  # 11
-    ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 12
-
-class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
-
-ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
-ERROR_CODE_INVALID_ARGUMENT: ErrorCode.ValueType  # 1
-ERROR_CODE_UNSUPPORTED_FEATURE: ErrorCode.ValueType  # 2
-ERROR_CODE_ROLE_MISMATCH: ErrorCode.ValueType  # 3
-ERROR_CODE_MODEL_NOT_FOUND: ErrorCode.ValueType  # 4
-ERROR_CODE_OVERLOADED: ErrorCode.ValueType  # 5
-ERROR_CODE_REQUEST_NOT_FOUND: ErrorCode.ValueType  # 6
-ERROR_CODE_DUPLICATE_REQUEST: ErrorCode.ValueType  # 7
-ERROR_CODE_KV_SESSION_NOT_FOUND: ErrorCode.ValueType  # 8
-ERROR_CODE_KV_TRANSFER_FAILED: ErrorCode.ValueType  # 9
-ERROR_CODE_CANCELLED: ErrorCode.ValueType  # 10
-ERROR_CODE_DRAINING: ErrorCode.ValueType  # 11
-ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 12
-Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
-
 @_typing.final
 class EngineError(_message.Message):
     """Why a request failed. On a stream it is the last event, and the RPC itself then ends with OK."""
@@ -66,7 +29,7 @@ class EngineError(_message.Message):
     RETRYABLE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     DETAILS_FIELD_NUMBER: _builtins.int
-    code: Global___ErrorCode.ValueType
+    code: _error_codes_pb2.ErrorCode.ValueType
     message: _builtins.str
     """For people. Programs decide by code, retryable and details."""
     retryable: _builtins.bool
@@ -80,7 +43,7 @@ class EngineError(_message.Message):
     def __init__(
         self,
         *,
-        code: Global___ErrorCode.ValueType = ...,
+        code: _error_codes_pb2.ErrorCode.ValueType = ...,
         message: _builtins.str = ...,
         retryable: _builtins.bool = ...,
         retry_after_ms: _builtins.int | None = ...,

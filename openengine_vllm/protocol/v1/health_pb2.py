@@ -2,20 +2,20 @@
 """Messages of openengine/v1/health.proto."""
 
 from openengine_vllm.protocol.message_classes import publish
-from openengine_vllm.protocol.v1 import engine_pb2  # noqa: F401
+from openengine_vllm.protocol.v1 import role_pb2  # noqa: F401
 from openengine_vllm.protocol.v1._pool import POOL
 
 DESCRIPTOR = POOL.AddSerializedFile(
-    b'\n\x1aopenengine/v1/health.proto\x12\ropenengine.v1\x1a\x1aopenengine/v1/engine.proto"\x8c'
-    b'\x01\n\rHealthRequest\x126\n\x17include_inference_probe\x18\x01 \x01(\x08R\x15includeInferenc'
-    b'eProbe\x12\x14\n\x05model\x18\x02 \x01(\tR\x05model\x12-\n\x04role\x18\x03 \x01(\x0e2\x19.ope'
-    b'nengine.v1.EngineRoleR\x04role"v\n\x0eHealthResponse\x120\n\x05state\x18\x01 \x01(\x0e2\x1a.o'
-    b'penengine.v1.HealthStateR\x05state\x122\n\x06checks\x18\x02 \x03(\x0b2\x1a.openengine.v1.Heal'
-    b'thCheckR\x06checks"m\n\x0bHealthCheck\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x120\n\x05st'
-    b'ate\x18\x02 \x01(\x0e2\x1a.openengine.v1.HealthStateR\x05state\x12\x18\n\x07message\x18\x03 '
-    b'\x01(\tR\x07message*\xb0\x01\n\x0bHealthState\x12\x1c\n\x18HEALTH_STATE_UNSPECIFIED\x10\x00'
-    b'\x12\x19\n\x15HEALTH_STATE_STARTING\x10\x01\x12\x16\n\x12HEALTH_STATE_READY\x10\x02\x12\x19\n'
-    b'\x15HEALTH_STATE_DEGRADED\x10\x03\x12\x19\n\x15HEALTH_STATE_DRAINING\x10\x04\x12\x1a\n\x16HEA'
-    b'LTH_STATE_NOT_READY\x10\x05b\x06proto3'
+    b'\n\x1aopenengine/v1/health.proto\x12\ropenengine.v1\x1a\x18openengine/v1/role.proto"\x8c\x01'
+    b'\n\rHealthRequest\x126\n\x17include_inference_probe\x18\x01 \x01(\x08R\x15includeInferencePro'
+    b'be\x12\x14\n\x05model\x18\x02 \x01(\tR\x05model\x12-\n\x04role\x18\x03 \x01(\x0e2\x19.openeng'
+    b'ine.v1.EngineRoleR\x04role"v\n\x0eHealthResponse\x120\n\x05state\x18\x01 \x01(\x0e2\x1a.opene'
+    b'ngine.v1.HealthStateR\x05state\x122\n\x06checks\x18\x02 \x03(\x0b2\x1a.openengine.v1.HealthCh'
+    b'eckR\x06checks"m\n\x0bHealthCheck\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x120\n\x05state'
+    b'\x18\x02 \x01(\x0e2\x1a.openengine.v1.HealthStateR\x05state\x12\x18\n\x07message\x18\x03 \x01'
+    b'(\tR\x07message*\xb0\x01\n\x0bHealthState\x12\x1c\n\x18HEALTH_STATE_UNSPECIFIED\x10\x00\x12'
+    b'\x19\n\x15HEALTH_STATE_STARTING\x10\x01\x12\x16\n\x12HEALTH_STATE_READY\x10\x02\x12\x19\n\x15'
+    b'HEALTH_STATE_DEGRADED\x10\x03\x12\x19\n\x15HEALTH_STATE_DRAINING\x10\x04\x12\x1a\n\x16HEALTH_'
+    b'STATE_NOT_READY\x10\x05b\x06proto3'
 )
 publish(DESCRIPTOR, globals())

@@ -8,7 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-from openengine_vllm.protocol.v1 import engine_pb2 as _engine_pb2
+from openengine_vllm.protocol.v1 import role_pb2 as _role_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -54,14 +54,14 @@ class HealthRequest(_message.Message):
     """Also run a small inference of the kind the role allows; its result is one of the checks."""
     model: _builtins.str
     """Model to probe; empty for the default one."""
-    role: _engine_pb2.EngineRole.ValueType
+    role: _role_pb2.EngineRole.ValueType
     """Role that the caller takes the engine to have, for the probe."""
     def __init__(
         self,
         *,
         include_inference_probe: _builtins.bool = ...,
         model: _builtins.str = ...,
-        role: _engine_pb2.EngineRole.ValueType = ...,
+        role: _role_pb2.EngineRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

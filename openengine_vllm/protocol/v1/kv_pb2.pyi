@@ -87,21 +87,6 @@ class KvEndpoint(_message.Message):
 Global___KvEndpoint: _TypeAlias = KvEndpoint  # noqa: Y015
 
 @_typing.final
-class GetKvConnectorInfoRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetKvConnectorInfoRequest: _TypeAlias = GetKvConnectorInfoRequest  # noqa: Y015
-
-@_typing.final
 class KvConnectorInfo(_message.Message):
     """Each value is absent when the engine doesn't know it."""
 

@@ -2,34 +2,27 @@
 """Messages of openengine/v1/load.proto."""
 
 from openengine_vllm.protocol.message_classes import publish
+from openengine_vllm.protocol.v1 import rank_load_pb2  # noqa: F401
 from openengine_vllm.protocol.v1._pool import POOL
 
 DESCRIPTOR = POOL.AddSerializedFile(
-    b'\n\x18openengine/v1/load.proto\x12\ropenengine.v1":\n\x0eGetLoadRequest\x12(\n\x10include_per'
-    b'_rank\x18\x01 \x01(\x08R\x0eincludePerRank"\x95\x07\n\x08LoadInfo\x12\x1f\n\x0binstance_id'
-    b'\x18\x01 \x01(\tR\ninstanceId\x125\n\x14timestamp_unix_nanos\x18\x02 \x01(\x04H\x00R\x12times'
-    b'tampUnixNanos\x88\x01\x01\x12.\n\x10running_requests\x18\x03 \x01(\rH\x01R\x0frunningRequests'
-    b'\x88\x01\x01\x12,\n\x0fqueued_requests\x18\x04 \x01(\rH\x02R\x0equeuedRequests\x88\x01\x01'
-    b'\x121\n\x12active_kv_sessions\x18\x05 \x01(\rH\x03R\x10activeKvSessions\x88\x01\x01\x12)\n'
-    b'\x0eused_kv_blocks\x18\x06 \x01(\x04H\x04R\x0cusedKvBlocks\x88\x01\x01\x12+\n\x0ftotal_kv_blo'
-    b'cks\x18\x07 \x01(\x04H\x05R\rtotalKvBlocks\x88\x01\x01\x12*\n\x0erunning_tokens\x18\x08 \x01('
-    b'\x04H\x06R\rrunningTokens\x88\x01\x01\x12*\n\x0ewaiting_tokens\x18\t \x01(\x04H\x07R\rwaiting'
-    b'Tokens\x88\x01\x01\x121\n\x12prefill_batch_size\x18\n \x01(\rH\x08R\x10prefillBatchSize\x88'
-    b'\x01\x01\x12/\n\x11decode_batch_size\x18\x0b \x01(\rH\tR\x0fdecodeBatchSize\x88\x01\x01\x121'
-    b'\n\x05ranks\x18\x14 \x03(\x0b2\x1b.openengine.v1.RankLoadInfoR\x05ranks\x12G\n\nattributes'
-    b"\x18\x1e \x03(\x0b2'.openengine.v1.LoadInfo.AttributesEntryR\nattributes\x1a=\n\x0fAttributes"
-    b'Entry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:'
-    b'\x028\x01B\x17\n\x15_timestamp_unix_nanosB\x13\n\x11_running_requestsB\x12\n\x10_queued_reque'
-    b'stsB\x15\n\x13_active_kv_sessionsB\x11\n\x0f_used_kv_blocksB\x12\n\x10_total_kv_blocksB\x11\n'
-    b'\x0f_running_tokensB\x11\n\x0f_waiting_tokensB\x15\n\x13_prefill_batch_sizeB\x14\n\x12_decode'
-    b'_batch_size"\xef\x03\n\x0cRankLoadInfo\x121\n\x12data_parallel_rank\x18\x01 \x01(\rH\x00R\x10'
-    b'dataParallelRank\x88\x01\x01\x12.\n\x10running_requests\x18\x02 \x01(\rH\x01R\x0frunningReque'
-    b'sts\x88\x01\x01\x12,\n\x0fqueued_requests\x18\x03 \x01(\rH\x02R\x0equeuedRequests\x88\x01\x01'
-    b'\x12)\n\x0eused_kv_blocks\x18\x04 \x01(\x04H\x03R\x0cusedKvBlocks\x88\x01\x01\x12+\n\x0ftotal'
-    b'_kv_blocks\x18\x05 \x01(\x04H\x04R\rtotalKvBlocks\x88\x01\x01\x121\n\x12prefill_batch_size'
-    b'\x18\x06 \x01(\rH\x05R\x10prefillBatchSize\x88\x01\x01\x12/\n\x11decode_batch_size\x18\x07 '
-    b'\x01(\rH\x06R\x0fdecodeBatchSize\x88\x01\x01B\x15\n\x13_data_parallel_rankB\x13\n\x11_running'
-    b'_requestsB\x12\n\x10_queued_requestsB\x11\n\x0f_used_kv_blocksB\x12\n\x10_total_kv_blocksB'
-    b'\x15\n\x13_prefill_batch_sizeB\x14\n\x12_decode_batch_sizeb\x06proto3'
+    b'\n\x18openengine/v1/load.proto\x12\ropenengine.v1\x1a\x1dopenengine/v1/rank_load.proto":\n'
+    b'\x0eGetLoadRequest\x12(\n\x10include_per_rank\x18\x01 \x01(\x08R\x0eincludePerRank"\x95\x07\n'
+    b'\x08LoadInfo\x12\x1f\n\x0binstance_id\x18\x01 \x01(\tR\ninstanceId\x125\n\x14timestamp_unix_n'
+    b'anos\x18\x02 \x01(\x04H\x00R\x12timestampUnixNanos\x88\x01\x01\x12.\n\x10running_requests\x18'
+    b'\x03 \x01(\rH\x01R\x0frunningRequests\x88\x01\x01\x12,\n\x0fqueued_requests\x18\x04 \x01(\rH'
+    b'\x02R\x0equeuedRequests\x88\x01\x01\x121\n\x12active_kv_sessions\x18\x05 \x01(\rH\x03R\x10act'
+    b'iveKvSessions\x88\x01\x01\x12)\n\x0eused_kv_blocks\x18\x06 \x01(\x04H\x04R\x0cusedKvBlocks'
+    b'\x88\x01\x01\x12+\n\x0ftotal_kv_blocks\x18\x07 \x01(\x04H\x05R\rtotalKvBlocks\x88\x01\x01\x12'
+    b'*\n\x0erunning_tokens\x18\x08 \x01(\x04H\x06R\rrunningTokens\x88\x01\x01\x12*\n\x0ewaiting_to'
+    b'kens\x18\t \x01(\x04H\x07R\rwaitingTokens\x88\x01\x01\x121\n\x12prefill_batch_size\x18\n \x01'
+    b'(\rH\x08R\x10prefillBatchSize\x88\x01\x01\x12/\n\x11decode_batch_size\x18\x0b \x01(\rH\tR\x0f'
+    b'decodeBatchSize\x88\x01\x01\x121\n\x05ranks\x18\x14 \x03(\x0b2\x1b.openengine.v1.RankLoadInfo'
+    b"R\x05ranks\x12G\n\nattributes\x18\x1e \x03(\x0b2'.openengine.v1.LoadInfo.AttributesEntryR\nat"
+    b'tributes\x1a=\n\x0fAttributesEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05valu'
+    b'e\x18\x02 \x01(\tR\x05value:\x028\x01B\x17\n\x15_timestamp_unix_nanosB\x13\n\x11_running_requ'
+    b'estsB\x12\n\x10_queued_requestsB\x15\n\x13_active_kv_sessionsB\x11\n\x0f_used_kv_blocksB\x12'
+    b'\n\x10_total_kv_blocksB\x11\n\x0f_running_tokensB\x11\n\x0f_waiting_tokensB\x15\n\x13_prefill'
+    b'_batch_sizeB\x14\n\x12_decode_batch_sizeb\x06proto3'
 )
 publish(DESCRIPTOR, globals())

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from openengine_vllm.protocol.v1 import rank_load_pb2 as _rank_load_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -91,7 +92,7 @@ class LoadInfo(_message.Message):
     """Requests in the current batch, by phase."""
     decode_batch_size: _builtins.int
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankLoadInfo]:
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_rank_load_pb2.RankLoadInfo]:
         """Filled if the request asks for it."""
 
     @_builtins.property
@@ -110,7 +111,7 @@ class LoadInfo(_message.Message):
         waiting_tokens: _builtins.int | None = ...,
         prefill_batch_size: _builtins.int | None = ...,
         decode_batch_size: _builtins.int | None = ...,
-        ranks: _abc.Iterable[Global___RankLoadInfo] | None = ...,
+        ranks: _abc.Iterable[_rank_load_pb2.RankLoadInfo] | None = ...,
         attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_active_kv_sessions", b"_active_kv_sessions", "_decode_batch_size", b"_decode_batch_size", "_prefill_batch_size", b"_prefill_batch_size", "_queued_requests", b"_queued_requests", "_running_requests", b"_running_requests", "_running_tokens", b"_running_tokens", "_timestamp_unix_nanos", b"_timestamp_unix_nanos", "_total_kv_blocks", b"_total_kv_blocks", "_used_kv_blocks", b"_used_kv_blocks", "_waiting_tokens", b"_waiting_tokens", "active_kv_sessions", b"active_kv_sessions", "decode_batch_size", b"decode_batch_size", "prefill_batch_size", b"prefill_batch_size", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "running_tokens", b"running_tokens", "timestamp_unix_nanos", b"timestamp_unix_nanos", "total_kv_blocks", b"total_kv_blocks", "used_kv_blocks", b"used_kv_blocks", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
@@ -159,70 +160,3 @@ class LoadInfo(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__waiting_tokens) -> _WhichOneofReturnType__waiting_tokens | None: ...
 
 Global___LoadInfo: _TypeAlias = LoadInfo  # noqa: Y015
-
-@_typing.final
-class RankLoadInfo(_message.Message):
-    """The share of one data-parallel rank; fields as in LoadInfo."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
-    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
-    QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
-    USED_KV_BLOCKS_FIELD_NUMBER: _builtins.int
-    TOTAL_KV_BLOCKS_FIELD_NUMBER: _builtins.int
-    PREFILL_BATCH_SIZE_FIELD_NUMBER: _builtins.int
-    DECODE_BATCH_SIZE_FIELD_NUMBER: _builtins.int
-    data_parallel_rank: _builtins.int
-    """Counted from 0."""
-    running_requests: _builtins.int
-    queued_requests: _builtins.int
-    used_kv_blocks: _builtins.int
-    total_kv_blocks: _builtins.int
-    prefill_batch_size: _builtins.int
-    decode_batch_size: _builtins.int
-    def __init__(
-        self,
-        *,
-        data_parallel_rank: _builtins.int | None = ...,
-        running_requests: _builtins.int | None = ...,
-        queued_requests: _builtins.int | None = ...,
-        used_kv_blocks: _builtins.int | None = ...,
-        total_kv_blocks: _builtins.int | None = ...,
-        prefill_batch_size: _builtins.int | None = ...,
-        decode_batch_size: _builtins.int | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_decode_batch_size", b"_decode_batch_size", "_prefill_batch_size", b"_prefill_batch_size", "_queued_requests", b"_queued_requests", "_running_requests", b"_running_requests", "_total_kv_blocks", b"_total_kv_blocks", "_used_kv_blocks", b"_used_kv_blocks", "data_parallel_rank", b"data_parallel_rank", "decode_batch_size", b"decode_batch_size", "prefill_batch_size", b"prefill_batch_size", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "total_kv_blocks", b"total_kv_blocks", "used_kv_blocks", b"used_kv_blocks"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_decode_batch_size", b"_decode_batch_size", "_prefill_batch_size", b"_prefill_batch_size", "_queued_requests", b"_queued_requests", "_running_requests", b"_running_requests", "_total_kv_blocks", b"_total_kv_blocks", "_used_kv_blocks", b"_used_kv_blocks", "data_parallel_rank", b"data_parallel_rank", "decode_batch_size", b"decode_batch_size", "prefill_batch_size", b"prefill_batch_size", "queued_requests", b"queued_requests", "running_requests", b"running_requests", "total_kv_blocks", b"total_kv_blocks", "used_kv_blocks", b"used_kv_blocks"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
-    _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
-    _WhichOneofReturnType__decode_batch_size: _TypeAlias = _typing.Literal["decode_batch_size"]  # noqa: Y015
-    _WhichOneofArgType__decode_batch_size: _TypeAlias = _typing.Literal["_decode_batch_size", b"_decode_batch_size"]  # noqa: Y015
-    _WhichOneofReturnType__prefill_batch_size: _TypeAlias = _typing.Literal["prefill_batch_size"]  # noqa: Y015
-    _WhichOneofArgType__prefill_batch_size: _TypeAlias = _typing.Literal["_prefill_batch_size", b"_prefill_batch_size"]  # noqa: Y015
-    _WhichOneofReturnType__queued_requests: _TypeAlias = _typing.Literal["queued_requests"]  # noqa: Y015
-    _WhichOneofArgType__queued_requests: _TypeAlias = _typing.Literal["_queued_requests", b"_queued_requests"]  # noqa: Y015
-    _WhichOneofReturnType__running_requests: _TypeAlias = _typing.Literal["running_requests"]  # noqa: Y015
-    _WhichOneofArgType__running_requests: _TypeAlias = _typing.Literal["_running_requests", b"_running_requests"]  # noqa: Y015
-    _WhichOneofReturnType__total_kv_blocks: _TypeAlias = _typing.Literal["total_kv_blocks"]  # noqa: Y015
-    _WhichOneofArgType__total_kv_blocks: _TypeAlias = _typing.Literal["_total_kv_blocks", b"_total_kv_blocks"]  # noqa: Y015
-    _WhichOneofReturnType__used_kv_blocks: _TypeAlias = _typing.Literal["used_kv_blocks"]  # noqa: Y015
-    _WhichOneofArgType__used_kv_blocks: _TypeAlias = _typing.Literal["_used_kv_blocks", b"_used_kv_blocks"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_batch_size) -> _WhichOneofReturnType__decode_batch_size | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_batch_size) -> _WhichOneofReturnType__prefill_batch_size | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__queued_requests) -> _WhichOneofReturnType__queued_requests | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__running_requests) -> _WhichOneofReturnType__running_requests | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_kv_blocks) -> _WhichOneofReturnType__total_kv_blocks | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__used_kv_blocks) -> _WhichOneofReturnType__used_kv_blocks | None: ...
-
-Global___RankLoadInfo: _TypeAlias = RankLoadInfo  # noqa: Y015

@@ -2,53 +2,31 @@
 """Messages of openengine/v1/model.proto."""
 
 from openengine_vllm.protocol.message_classes import publish
+from openengine_vllm.protocol.v1 import capabilities_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import tasks_pb2  # noqa: F401
 from openengine_vllm.protocol.v1._pool import POOL
 
 DESCRIPTOR = POOL.AddSerializedFile(
-    b'\n\x19openengine/v1/model.proto\x12\ropenengine.v1\x1a\x19openengine/v1/tasks.proto"+\n\x13Ge'
-    b'tModelInfoRequest\x12\x14\n\x05model\x18\x01 \x01(\tR\x05model"\xd9\x08\n\tModelInfo\x12\x19'
-    b'\n\x08model_id\x18\x01 \x01(\tR\x07modelId\x12*\n\x11served_model_name\x18\x02 \x01(\tR\x0fse'
-    b'rvedModelName\x120\n\x14served_model_aliases\x18\x03 \x03(\tR\x12servedModelAliases\x121\n'
-    b'\x12max_context_length\x18\x04 \x01(\rH\x00R\x10maxContextLength\x88\x01\x01\x12/\n\x11max_ou'
-    b"tput_tokens\x18\x05 \x01(\rH\x01R\x0fmaxOutputTokens\x88\x01\x01\x12'\n\rkv_block_size\x18"
-    b'\x06 \x01(\rH\x02R\x0bkvBlockSize\x88\x01\x01\x12+\n\x0ftotal_kv_blocks\x18\x07 \x01(\x04H'
-    b'\x03R\rtotalKvBlocks\x88\x01\x01\x125\n\x14max_running_requests\x18\x08 \x01(\x04H\x04R\x12ma'
-    b'xRunningRequests\x88\x01\x01\x121\n\x12max_batched_tokens\x18\t \x01(\x04H\x05R\x10maxBatched'
-    b"Tokens\x88\x01\x01\x12'\n\x0ftokenizer_modes\x18\n \x03(\tR\x0etokenizerModes\x123\n\x13suppo"
-    b'rts_text_input\x18\x14 \x01(\x08H\x06R\x11supportsTextInput\x88\x01\x01\x12<\n\x18supports_to'
-    b'ken_ids_input\x18\x15 \x01(\x08H\x07R\x15supportsTokenIdsInput\x88\x01\x01\x12E\n\ngeneration'
-    b'\x18\x16 \x01(\x0b2%.openengine.v1.GenerationCapabilitiesR\ngeneration\x12(\n\rsupports_lora'
-    b'\x18\x17 \x01(\x08H\x08R\x0csupportsLora\x88\x01\x01\x124\n\x13supports_multimodal\x18\x18 '
-    b'\x01(\x08H\tR\x12supportsMultimodal\x88\x01\x01\x12)\n\x10reasoning_parser\x18\x19 \x01(\tR'
-    b'\x0freasoningParser\x12(\n\x10tool_call_parser\x18\x1a \x01(\tR\x0etoolCallParser\x125\n\x05t'
-    b'asks\x18\x1b \x01(\x0b2\x1f.openengine.v1.TaskCapabilitiesR\x05tasksB\x15\n\x13_max_context_l'
-    b'engthB\x14\n\x12_max_output_tokensB\x10\n\x0e_kv_block_sizeB\x12\n\x10_total_kv_blocksB\x17\n'
-    b'\x15_max_running_requestsB\x15\n\x13_max_batched_tokensB\x16\n\x14_supports_text_inputB\x1b\n'
-    b'\x19_supports_token_ids_inputB\x10\n\x0e_supports_loraB\x16\n\x14_supports_multimodal"\xa1'
-    b'\x05\n\x16GenerationCapabilities\x12K\n\x0fprompt_logprobs\x18\x01 \x01(\x0b2".openengine.v1.'
-    b'LogprobCapabilitiesR\x0epromptLogprobs\x12K\n\x0foutput_logprobs\x18\x02 \x01(\x0b2".openengi'
-    b'ne.v1.LogprobCapabilitiesR\x0eoutputLogprobs\x12R\n\x0fguided_decoding\x18\x03 \x01(\x0b2).op'
-    b'enengine.v1.GuidedDecodingCapabilitiesR\x0eguidedDecoding\x12/\n\x11max_num_sequences\x18\x04'
-    b' \x01(\rH\x00R\x0fmaxNumSequences\x88\x01\x01\x120\n\x11supports_priority\x18\x05 \x01(\x08H'
-    b'\x01R\x10supportsPriority\x88\x01\x01\x12:\n\x17supports_stop_in_output\x18\x06 \x01(\x08H'
-    b'\x02R\x14supportsStopInOutput\x88\x01\x01\x123\n\x13supports_cache_salt\x18\x07 \x01(\x08H'
-    b'\x03R\x11supportsCacheSalt\x88\x01\x01\x12D\n\x1csupports_prefix_cache_bypass\x18\x08 \x01('
-    b'\x08H\x04R\x19supportsPrefixCacheBypass\x88\x01\x01B\x14\n\x12_max_num_sequencesB\x14\n\x12_s'
-    b'upports_priorityB\x1a\n\x18_supports_stop_in_outputB\x16\n\x14_supports_cache_saltB\x1f\n\x1d'
-    b'_supports_prefix_cache_bypass"\xdd\x01\n\x13LogprobCapabilities\x12!\n\tsupported\x18\x01 '
-    b'\x01(\x08H\x00R\tsupported\x88\x01\x01\x12f\n\x19candidate_selection_modes\x18\x02 \x03(\x0e2'
-    b'*.openengine.v1.CandidateTokenSelectionModeR\x17candidateSelectionModes\x12\x1f\n\tmax_top_n'
-    b'\x18\x03 \x01(\rH\x01R\x07maxTopN\x88\x01\x01B\x0c\n\n_supportedB\x0c\n\n_max_top_n"\x86\x01'
-    b'\n\x1aGuidedDecodingCapabilities\x12!\n\tsupported\x18\x01 \x01(\x08H\x00R\tsupported\x88\x01'
-    b'\x01\x127\n\x05modes\x18\x02 \x03(\x0e2!.openengine.v1.GuidedDecodingModeR\x05modesB\x0c\n\n_'
-    b'supported*\xcd\x01\n\x1bCandidateTokenSelectionMode\x12.\n*CANDIDATE_TOKEN_SELECTION_MODE_UNS'
-    b'PECIFIED\x10\x00\x12(\n$CANDIDATE_TOKEN_SELECTION_MODE_TOP_N\x10\x01\x12,\n(CANDIDATE_TOKEN_S'
-    b'ELECTION_MODE_TOKEN_IDS\x10\x02\x12&\n"CANDIDATE_TOKEN_SELECTION_MODE_ALL\x10\x03*\x97\x02\n'
-    b'\x12GuidedDecodingMode\x12$\n GUIDED_DECODING_MODE_UNSPECIFIED\x10\x00\x12$\n GUIDED_DECODING'
-    b'_MODE_JSON_SCHEMA\x10\x01\x12\x1e\n\x1aGUIDED_DECODING_MODE_REGEX\x10\x02\x12%\n!GUIDED_DECOD'
-    b"ING_MODE_EBNF_GRAMMAR\x10\x03\x12'\n#GUIDED_DECODING_MODE_STRUCTURAL_TAG\x10\x04\x12\x1f\n"
-    b'\x1bGUIDED_DECODING_MODE_CHOICE\x10\x05\x12$\n GUIDED_DECODING_MODE_JSON_OBJECT\x10\x06b\x06p'
-    b'roto3'
+    b'\n\x19openengine/v1/model.proto\x12\ropenengine.v1\x1a openengine/v1/capabilities.proto\x1a'
+    b'\x19openengine/v1/tasks.proto"+\n\x13GetModelInfoRequest\x12\x14\n\x05model\x18\x01 \x01(\tR'
+    b'\x05model"\xd9\x08\n\tModelInfo\x12\x19\n\x08model_id\x18\x01 \x01(\tR\x07modelId\x12*\n\x11s'
+    b'erved_model_name\x18\x02 \x01(\tR\x0fservedModelName\x120\n\x14served_model_aliases\x18\x03 '
+    b'\x03(\tR\x12servedModelAliases\x121\n\x12max_context_length\x18\x04 \x01(\rH\x00R\x10maxConte'
+    b'xtLength\x88\x01\x01\x12/\n\x11max_output_tokens\x18\x05 \x01(\rH\x01R\x0fmaxOutputTokens\x88'
+    b"\x01\x01\x12'\n\rkv_block_size\x18\x06 \x01(\rH\x02R\x0bkvBlockSize\x88\x01\x01\x12+\n\x0ftot"
+    b'al_kv_blocks\x18\x07 \x01(\x04H\x03R\rtotalKvBlocks\x88\x01\x01\x125\n\x14max_running_request'
+    b's\x18\x08 \x01(\x04H\x04R\x12maxRunningRequests\x88\x01\x01\x121\n\x12max_batched_tokens\x18'
+    b"\t \x01(\x04H\x05R\x10maxBatchedTokens\x88\x01\x01\x12'\n\x0ftokenizer_modes\x18\n \x03(\tR"
+    b'\x0etokenizerModes\x123\n\x13supports_text_input\x18\x14 \x01(\x08H\x06R\x11supportsTextInput'
+    b'\x88\x01\x01\x12<\n\x18supports_token_ids_input\x18\x15 \x01(\x08H\x07R\x15supportsTokenIdsIn'
+    b'put\x88\x01\x01\x12E\n\ngeneration\x18\x16 \x01(\x0b2%.openengine.v1.GenerationCapabilitiesR'
+    b'\ngeneration\x12(\n\rsupports_lora\x18\x17 \x01(\x08H\x08R\x0csupportsLora\x88\x01\x01\x124\n'
+    b'\x13supports_multimodal\x18\x18 \x01(\x08H\tR\x12supportsMultimodal\x88\x01\x01\x12)\n\x10rea'
+    b'soning_parser\x18\x19 \x01(\tR\x0freasoningParser\x12(\n\x10tool_call_parser\x18\x1a \x01(\tR'
+    b'\x0etoolCallParser\x125\n\x05tasks\x18\x1b \x01(\x0b2\x1f.openengine.v1.TaskCapabilitiesR\x05'
+    b'tasksB\x15\n\x13_max_context_lengthB\x14\n\x12_max_output_tokensB\x10\n\x0e_kv_block_sizeB'
+    b'\x12\n\x10_total_kv_blocksB\x17\n\x15_max_running_requestsB\x15\n\x13_max_batched_tokensB\x16'
+    b'\n\x14_supports_text_inputB\x1b\n\x19_supports_token_ids_inputB\x10\n\x0e_supports_loraB\x16'
+    b'\n\x14_supports_multimodalb\x06proto3'
 )
 publish(DESCRIPTOR, globals())

@@ -7,7 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from openengine_vllm.protocol.v1 import capabilities_pb2 as _capabilities_pb2
 from openengine_vllm.protocol.v1 import tasks_pb2 as _tasks_pb2
 import builtins as _builtins
 import sys
@@ -19,52 +19,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _CandidateTokenSelectionMode:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _CandidateTokenSelectionModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CandidateTokenSelectionMode.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    CANDIDATE_TOKEN_SELECTION_MODE_UNSPECIFIED: _CandidateTokenSelectionMode.ValueType  # 0
-    CANDIDATE_TOKEN_SELECTION_MODE_TOP_N: _CandidateTokenSelectionMode.ValueType  # 1
-    CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS: _CandidateTokenSelectionMode.ValueType  # 2
-    CANDIDATE_TOKEN_SELECTION_MODE_ALL: _CandidateTokenSelectionMode.ValueType  # 3
-
-class CandidateTokenSelectionMode(_CandidateTokenSelectionMode, metaclass=_CandidateTokenSelectionModeEnumTypeWrapper):
-    """The variants of CandidateTokenSelection."""
-
-CANDIDATE_TOKEN_SELECTION_MODE_UNSPECIFIED: CandidateTokenSelectionMode.ValueType  # 0
-CANDIDATE_TOKEN_SELECTION_MODE_TOP_N: CandidateTokenSelectionMode.ValueType  # 1
-CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS: CandidateTokenSelectionMode.ValueType  # 2
-CANDIDATE_TOKEN_SELECTION_MODE_ALL: CandidateTokenSelectionMode.ValueType  # 3
-Global___CandidateTokenSelectionMode: _TypeAlias = CandidateTokenSelectionMode  # noqa: Y015
-
-class _GuidedDecodingMode:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _GuidedDecodingModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GuidedDecodingMode.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    GUIDED_DECODING_MODE_UNSPECIFIED: _GuidedDecodingMode.ValueType  # 0
-    GUIDED_DECODING_MODE_JSON_SCHEMA: _GuidedDecodingMode.ValueType  # 1
-    GUIDED_DECODING_MODE_REGEX: _GuidedDecodingMode.ValueType  # 2
-    GUIDED_DECODING_MODE_EBNF_GRAMMAR: _GuidedDecodingMode.ValueType  # 3
-    GUIDED_DECODING_MODE_STRUCTURAL_TAG: _GuidedDecodingMode.ValueType  # 4
-    GUIDED_DECODING_MODE_CHOICE: _GuidedDecodingMode.ValueType  # 5
-    GUIDED_DECODING_MODE_JSON_OBJECT: _GuidedDecodingMode.ValueType  # 6
-
-class GuidedDecodingMode(_GuidedDecodingMode, metaclass=_GuidedDecodingModeEnumTypeWrapper):
-    """The variants of GuidedDecoding."""
-
-GUIDED_DECODING_MODE_UNSPECIFIED: GuidedDecodingMode.ValueType  # 0
-GUIDED_DECODING_MODE_JSON_SCHEMA: GuidedDecodingMode.ValueType  # 1
-GUIDED_DECODING_MODE_REGEX: GuidedDecodingMode.ValueType  # 2
-GUIDED_DECODING_MODE_EBNF_GRAMMAR: GuidedDecodingMode.ValueType  # 3
-GUIDED_DECODING_MODE_STRUCTURAL_TAG: GuidedDecodingMode.ValueType  # 4
-GUIDED_DECODING_MODE_CHOICE: GuidedDecodingMode.ValueType  # 5
-GUIDED_DECODING_MODE_JSON_OBJECT: GuidedDecodingMode.ValueType  # 6
-Global___GuidedDecodingMode: _TypeAlias = GuidedDecodingMode  # noqa: Y015
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):
@@ -140,7 +94,7 @@ class ModelInfo(_message.Message):
     @_builtins.property
     def tokenizer_modes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
-    def generation(self) -> Global___GenerationCapabilities: ...
+    def generation(self) -> _capabilities_pb2.GenerationCapabilities: ...
     @_builtins.property
     def tasks(self) -> _tasks_pb2.TaskCapabilities:
         """Absent if no task beside generation is advertised."""
@@ -160,7 +114,7 @@ class ModelInfo(_message.Message):
         tokenizer_modes: _abc.Iterable[_builtins.str] | None = ...,
         supports_text_input: _builtins.bool | None = ...,
         supports_token_ids_input: _builtins.bool | None = ...,
-        generation: Global___GenerationCapabilities | None = ...,
+        generation: _capabilities_pb2.GenerationCapabilities | None = ...,
         supports_lora: _builtins.bool | None = ...,
         supports_multimodal: _builtins.bool | None = ...,
         reasoning_parser: _builtins.str = ...,
@@ -213,130 +167,3 @@ class ModelInfo(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__total_kv_blocks) -> _WhichOneofReturnType__total_kv_blocks | None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
-
-@_typing.final
-class GenerationCapabilities(_message.Message):
-    """Which options of a GenerateRequest are served."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    OUTPUT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    GUIDED_DECODING_FIELD_NUMBER: _builtins.int
-    MAX_NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
-    SUPPORTS_PRIORITY_FIELD_NUMBER: _builtins.int
-    SUPPORTS_STOP_IN_OUTPUT_FIELD_NUMBER: _builtins.int
-    SUPPORTS_CACHE_SALT_FIELD_NUMBER: _builtins.int
-    SUPPORTS_PREFIX_CACHE_BYPASS_FIELD_NUMBER: _builtins.int
-    max_num_sequences: _builtins.int
-    """Upper limit of SamplingParams.num_sequences."""
-    supports_priority: _builtins.bool
-    supports_stop_in_output: _builtins.bool
-    """StoppingOptions.include_stop_in_output."""
-    supports_cache_salt: _builtins.bool
-    supports_prefix_cache_bypass: _builtins.bool
-    @_builtins.property
-    def prompt_logprobs(self) -> Global___LogprobCapabilities: ...
-    @_builtins.property
-    def output_logprobs(self) -> Global___LogprobCapabilities: ...
-    @_builtins.property
-    def guided_decoding(self) -> Global___GuidedDecodingCapabilities: ...
-    def __init__(
-        self,
-        *,
-        prompt_logprobs: Global___LogprobCapabilities | None = ...,
-        output_logprobs: Global___LogprobCapabilities | None = ...,
-        guided_decoding: Global___GuidedDecodingCapabilities | None = ...,
-        max_num_sequences: _builtins.int | None = ...,
-        supports_priority: _builtins.bool | None = ...,
-        supports_stop_in_output: _builtins.bool | None = ...,
-        supports_cache_salt: _builtins.bool | None = ...,
-        supports_prefix_cache_bypass: _builtins.bool | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_num_sequences", b"_max_num_sequences", "_supports_cache_salt", b"_supports_cache_salt", "_supports_prefix_cache_bypass", b"_supports_prefix_cache_bypass", "_supports_priority", b"_supports_priority", "_supports_stop_in_output", b"_supports_stop_in_output", "guided_decoding", b"guided_decoding", "max_num_sequences", b"max_num_sequences", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "supports_cache_salt", b"supports_cache_salt", "supports_prefix_cache_bypass", b"supports_prefix_cache_bypass", "supports_priority", b"supports_priority", "supports_stop_in_output", b"supports_stop_in_output"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_num_sequences", b"_max_num_sequences", "_supports_cache_salt", b"_supports_cache_salt", "_supports_prefix_cache_bypass", b"_supports_prefix_cache_bypass", "_supports_priority", b"_supports_priority", "_supports_stop_in_output", b"_supports_stop_in_output", "guided_decoding", b"guided_decoding", "max_num_sequences", b"max_num_sequences", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "supports_cache_salt", b"supports_cache_salt", "supports_prefix_cache_bypass", b"supports_prefix_cache_bypass", "supports_priority", b"supports_priority", "supports_stop_in_output", b"supports_stop_in_output"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_num_sequences: _TypeAlias = _typing.Literal["max_num_sequences"]  # noqa: Y015
-    _WhichOneofArgType__max_num_sequences: _TypeAlias = _typing.Literal["_max_num_sequences", b"_max_num_sequences"]  # noqa: Y015
-    _WhichOneofReturnType__supports_cache_salt: _TypeAlias = _typing.Literal["supports_cache_salt"]  # noqa: Y015
-    _WhichOneofArgType__supports_cache_salt: _TypeAlias = _typing.Literal["_supports_cache_salt", b"_supports_cache_salt"]  # noqa: Y015
-    _WhichOneofReturnType__supports_prefix_cache_bypass: _TypeAlias = _typing.Literal["supports_prefix_cache_bypass"]  # noqa: Y015
-    _WhichOneofArgType__supports_prefix_cache_bypass: _TypeAlias = _typing.Literal["_supports_prefix_cache_bypass", b"_supports_prefix_cache_bypass"]  # noqa: Y015
-    _WhichOneofReturnType__supports_priority: _TypeAlias = _typing.Literal["supports_priority"]  # noqa: Y015
-    _WhichOneofArgType__supports_priority: _TypeAlias = _typing.Literal["_supports_priority", b"_supports_priority"]  # noqa: Y015
-    _WhichOneofReturnType__supports_stop_in_output: _TypeAlias = _typing.Literal["supports_stop_in_output"]  # noqa: Y015
-    _WhichOneofArgType__supports_stop_in_output: _TypeAlias = _typing.Literal["_supports_stop_in_output", b"_supports_stop_in_output"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_sequences) -> _WhichOneofReturnType__max_num_sequences | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__supports_cache_salt) -> _WhichOneofReturnType__supports_cache_salt | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__supports_prefix_cache_bypass) -> _WhichOneofReturnType__supports_prefix_cache_bypass | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__supports_priority) -> _WhichOneofReturnType__supports_priority | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__supports_stop_in_output) -> _WhichOneofReturnType__supports_stop_in_output | None: ...
-
-Global___GenerationCapabilities: _TypeAlias = GenerationCapabilities  # noqa: Y015
-
-@_typing.final
-class LogprobCapabilities(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SUPPORTED_FIELD_NUMBER: _builtins.int
-    CANDIDATE_SELECTION_MODES_FIELD_NUMBER: _builtins.int
-    MAX_TOP_N_FIELD_NUMBER: _builtins.int
-    supported: _builtins.bool
-    max_top_n: _builtins.int
-    """Upper limit of CandidateTokenSelection.top_n."""
-    @_builtins.property
-    def candidate_selection_modes(self) -> _containers.RepeatedScalarFieldContainer[Global___CandidateTokenSelectionMode.ValueType]:
-        """Ways in which candidate tokens may be selected."""
-
-    def __init__(
-        self,
-        *,
-        supported: _builtins.bool | None = ...,
-        candidate_selection_modes: _abc.Iterable[Global___CandidateTokenSelectionMode.ValueType] | None = ...,
-        max_top_n: _builtins.int | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_top_n", b"_max_top_n", "_supported", b"_supported", "max_top_n", b"max_top_n", "supported", b"supported"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_top_n", b"_max_top_n", "_supported", b"_supported", "candidate_selection_modes", b"candidate_selection_modes", "max_top_n", b"max_top_n", "supported", b"supported"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_top_n: _TypeAlias = _typing.Literal["max_top_n"]  # noqa: Y015
-    _WhichOneofArgType__max_top_n: _TypeAlias = _typing.Literal["_max_top_n", b"_max_top_n"]  # noqa: Y015
-    _WhichOneofReturnType__supported: _TypeAlias = _typing.Literal["supported"]  # noqa: Y015
-    _WhichOneofArgType__supported: _TypeAlias = _typing.Literal["_supported", b"_supported"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_top_n) -> _WhichOneofReturnType__max_top_n | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__supported) -> _WhichOneofReturnType__supported | None: ...
-
-Global___LogprobCapabilities: _TypeAlias = LogprobCapabilities  # noqa: Y015
-
-@_typing.final
-class GuidedDecodingCapabilities(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SUPPORTED_FIELD_NUMBER: _builtins.int
-    MODES_FIELD_NUMBER: _builtins.int
-    supported: _builtins.bool
-    @_builtins.property
-    def modes(self) -> _containers.RepeatedScalarFieldContainer[Global___GuidedDecodingMode.ValueType]: ...
-    def __init__(
-        self,
-        *,
-        supported: _builtins.bool | None = ...,
-        modes: _abc.Iterable[Global___GuidedDecodingMode.ValueType] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_supported", b"_supported", "supported", b"supported"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_supported", b"_supported", "modes", b"modes", "supported", b"supported"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__supported: _TypeAlias = _typing.Literal["supported"]  # noqa: Y015
-    _WhichOneofArgType__supported: _TypeAlias = _typing.Literal["_supported", b"_supported"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__supported) -> _WhichOneofReturnType__supported | None: ...
-
-Global___GuidedDecodingCapabilities: _TypeAlias = GuidedDecodingCapabilities  # noqa: Y015

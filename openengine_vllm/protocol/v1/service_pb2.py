@@ -2,12 +2,14 @@
 """Messages of openengine/v1/service.proto."""
 
 from openengine_vllm.protocol.message_classes import publish
+from openengine_vllm.protocol.v1 import abort_pb2  # noqa: F401
+from openengine_vllm.protocol.v1 import drain_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import engine_pb2  # noqa: F401
+from openengine_vllm.protocol.v1 import generate_request_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import generation_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import health_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import kv_events_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import kv_pb2  # noqa: F401
-from openengine_vllm.protocol.v1 import lifecycle_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import load_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import lora_pb2  # noqa: F401
 from openengine_vllm.protocol.v1 import model_pb2  # noqa: F401
@@ -16,29 +18,29 @@ from openengine_vllm.protocol.v1 import tasks_pb2  # noqa: F401
 from openengine_vllm.protocol.v1._pool import POOL
 
 DESCRIPTOR = POOL.AddSerializedFile(
-    b'\n\x1bopenengine/v1/service.proto\x12\ropenengine.v1\x1a\x1aopenengine/v1/engine.proto\x1a'
-    b'\x1eopenengine/v1/generation.proto\x1a\x1aopenengine/v1/health.proto\x1a\x16openengine/v1/kv.'
-    b'proto\x1a\x1dopenengine/v1/kv_events.proto\x1a\x1dopenengine/v1/lifecycle.proto\x1a\x18openen'
-    b'gine/v1/load.proto\x1a\x18openengine/v1/lora.proto\x1a\x19openengine/v1/model.proto\x1a"opene'
-    b'ngine/v1/runtime_events.proto\x1a\x19openengine/v1/tasks.proto2\xfe\n\n\nOpenEngine\x12M\n'
-    b'\x08Generate\x12\x1e.openengine.v1.GenerateRequest\x1a\x1f.openengine.v1.GenerateResponse0'
-    b'\x01\x12B\n\x05Embed\x12\x1b.openengine.v1.EmbedRequest\x1a\x1c.openengine.v1.EmbedResponse'
-    b'\x12K\n\x08Classify\x12\x1e.openengine.v1.ClassifyRequest\x1a\x1f.openengine.v1.ClassifyRespo'
-    b'nse\x12B\n\x05Score\x12\x1b.openengine.v1.ScoreRequest\x1a\x1c.openengine.v1.ScoreResponse'
-    b'\x12O\n\rGetEngineInfo\x12#.openengine.v1.GetEngineInfoRequest\x1a\x19.openengine.v1.EngineIn'
-    b'fo\x12L\n\x0cGetModelInfo\x12".openengine.v1.GetModelInfoRequest\x1a\x18.openengine.v1.ModelI'
-    b'nfo\x12A\n\x07GetLoad\x12\x1d.openengine.v1.GetLoadRequest\x1a\x17.openengine.v1.LoadInfo\x12'
-    b'E\n\x06Health\x12\x1c.openengine.v1.HealthRequest\x1a\x1d.openengine.v1.HealthResponse\x12B\n'
-    b'\x05Abort\x12\x1b.openengine.v1.AbortRequest\x1a\x1c.openengine.v1.AbortResponse\x12D\n\x05Dr'
-    b'ain\x12\x1b.openengine.v1.DrainRequest\x1a\x1c.openengine.v1.DrainResponse0\x01\x12K\n\x08Loa'
-    b'dLora\x12\x1e.openengine.v1.LoadLoraRequest\x1a\x1f.openengine.v1.LoadLoraResponse\x12Q\n\nUn'
-    b'loadLora\x12 .openengine.v1.UnloadLoraRequest\x1a!.openengine.v1.UnloadLoraResponse\x12N\n\tL'
-    b'istLoras\x12\x1f.openengine.v1.ListLorasRequest\x1a .openengine.v1.ListLorasResponse\x12^\n'
-    b'\x12GetKvConnectorInfo\x12(.openengine.v1.GetKvConnectorInfoRequest\x1a\x1e.openengine.v1.KvC'
-    b"onnectorInfo\x12f\n\x11GetKvEventSources\x12'.openengine.v1.GetKvEventSourcesRequest\x1a(.ope"
-    b"nengine.v1.GetKvEventSourcesResponse\x12h\n\x11SubscribeKvEvents\x12'.openengine.v1.Subscribe"
-    b'KvEventsRequest\x1a(.openengine.v1.SubscribeKvEventsResponse0\x01\x12w\n\x16SubscribeRuntimeE'
-    b'vents\x12,.openengine.v1.SubscribeRuntimeEventsRequest\x1a-.openengine.v1.SubscribeRuntimeEve'
-    b'ntsResponse0\x01b\x06proto3'
+    b'\n\x1bopenengine/v1/service.proto\x12\ropenengine.v1\x1a\x19openengine/v1/abort.proto\x1a\x19'
+    b'openengine/v1/drain.proto\x1a\x1aopenengine/v1/engine.proto\x1a$openengine/v1/generate_reques'
+    b't.proto\x1a\x1eopenengine/v1/generation.proto\x1a\x1aopenengine/v1/health.proto\x1a\x16openen'
+    b'gine/v1/kv.proto\x1a\x1dopenengine/v1/kv_events.proto\x1a\x18openengine/v1/load.proto\x1a\x18'
+    b'openengine/v1/lora.proto\x1a\x19openengine/v1/model.proto\x1a"openengine/v1/runtime_events.pr'
+    b'oto\x1a\x19openengine/v1/tasks.proto2\xfe\n\n\nOpenEngine\x12M\n\x08Generate\x12\x1e.openengi'
+    b'ne.v1.GenerateRequest\x1a\x1f.openengine.v1.GenerateResponse0\x01\x12B\n\x05Embed\x12\x1b.ope'
+    b'nengine.v1.EmbedRequest\x1a\x1c.openengine.v1.EmbedResponse\x12K\n\x08Classify\x12\x1e.openen'
+    b'gine.v1.ClassifyRequest\x1a\x1f.openengine.v1.ClassifyResponse\x12B\n\x05Score\x12\x1b.openen'
+    b'gine.v1.ScoreRequest\x1a\x1c.openengine.v1.ScoreResponse\x12O\n\rGetEngineInfo\x12#.openengin'
+    b'e.v1.GetEngineInfoRequest\x1a\x19.openengine.v1.EngineInfo\x12L\n\x0cGetModelInfo\x12".openen'
+    b'gine.v1.GetModelInfoRequest\x1a\x18.openengine.v1.ModelInfo\x12A\n\x07GetLoad\x12\x1d.openeng'
+    b'ine.v1.GetLoadRequest\x1a\x17.openengine.v1.LoadInfo\x12E\n\x06Health\x12\x1c.openengine.v1.H'
+    b'ealthRequest\x1a\x1d.openengine.v1.HealthResponse\x12B\n\x05Abort\x12\x1b.openengine.v1.Abort'
+    b'Request\x1a\x1c.openengine.v1.AbortResponse\x12D\n\x05Drain\x12\x1b.openengine.v1.DrainReques'
+    b't\x1a\x1c.openengine.v1.DrainResponse0\x01\x12K\n\x08LoadLora\x12\x1e.openengine.v1.LoadLoraR'
+    b'equest\x1a\x1f.openengine.v1.LoadLoraResponse\x12Q\n\nUnloadLora\x12 .openengine.v1.UnloadLor'
+    b'aRequest\x1a!.openengine.v1.UnloadLoraResponse\x12N\n\tListLoras\x12\x1f.openengine.v1.ListLo'
+    b'rasRequest\x1a .openengine.v1.ListLorasResponse\x12^\n\x12GetKvConnectorInfo\x12(.openengine.'
+    b'v1.GetKvConnectorInfoRequest\x1a\x1e.openengine.v1.KvConnectorInfo\x12f\n\x11GetKvEventSource'
+    b"s\x12'.openengine.v1.GetKvEventSourcesRequest\x1a(.openengine.v1.GetKvEventSourcesResponse"
+    b"\x12h\n\x11SubscribeKvEvents\x12'.openengine.v1.SubscribeKvEventsRequest\x1a(.openengine.v1.S"
+    b'ubscribeKvEventsResponse0\x01\x12w\n\x16SubscribeRuntimeEvents\x12,.openengine.v1.SubscribeRu'
+    b'ntimeEventsRequest\x1a-.openengine.v1.SubscribeRuntimeEventsResponse0\x01b\x06proto3'
 )
 publish(DESCRIPTOR, globals())

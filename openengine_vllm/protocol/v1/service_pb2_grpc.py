@@ -3,12 +3,14 @@
 import grpc
 import warnings
 
+from openengine_vllm.protocol.v1 import abort_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_abort__pb2
+from openengine_vllm.protocol.v1 import drain_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_drain__pb2
 from openengine_vllm.protocol.v1 import engine_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_engine__pb2
+from openengine_vllm.protocol.v1 import generate_request_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_generate__request__pb2
 from openengine_vllm.protocol.v1 import generation_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_generation__pb2
 from openengine_vllm.protocol.v1 import health_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_health__pb2
 from openengine_vllm.protocol.v1 import kv_events_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_kv__events__pb2
 from openengine_vllm.protocol.v1 import kv_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_kv__pb2
-from openengine_vllm.protocol.v1 import lifecycle_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2
 from openengine_vllm.protocol.v1 import load_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_load__pb2
 from openengine_vllm.protocol.v1 import lora_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_lora__pb2
 from openengine_vllm.protocol.v1 import model_pb2 as openengine__vllm_dot_protocol_dot_v1_dot_model__pb2
@@ -46,7 +48,7 @@ class OpenEngineStub(object):
         """
         self.Generate = channel.unary_stream(
                 '/openengine.v1.OpenEngine/Generate',
-                request_serializer=openengine__vllm_dot_protocol_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+                request_serializer=openengine__vllm_dot_protocol_dot_v1_dot_generate__request__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Embed = channel.unary_unary(
@@ -86,13 +88,13 @@ class OpenEngineStub(object):
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/openengine.v1.OpenEngine/Abort',
-                request_serializer=openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.AbortRequest.SerializeToString,
-                response_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.AbortResponse.FromString,
+                request_serializer=openengine__vllm_dot_protocol_dot_v1_dot_abort__pb2.AbortRequest.SerializeToString,
+                response_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_abort__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_stream(
                 '/openengine.v1.OpenEngine/Drain',
-                request_serializer=openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.DrainRequest.SerializeToString,
-                response_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.DrainResponse.FromString,
+                request_serializer=openengine__vllm_dot_protocol_dot_v1_dot_drain__pb2.DrainRequest.SerializeToString,
+                response_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_drain__pb2.DrainResponse.FromString,
                 _registered_method=True)
         self.LoadLora = channel.unary_unary(
                 '/openengine.v1.OpenEngine/LoadLora',
@@ -111,7 +113,7 @@ class OpenEngineStub(object):
                 _registered_method=True)
         self.GetKvConnectorInfo = channel.unary_unary(
                 '/openengine.v1.OpenEngine/GetKvConnectorInfo',
-                request_serializer=openengine__vllm_dot_protocol_dot_v1_dot_kv__pb2.GetKvConnectorInfoRequest.SerializeToString,
+                request_serializer=openengine__vllm_dot_protocol_dot_v1_dot_engine__pb2.GetKvConnectorInfoRequest.SerializeToString,
                 response_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_kv__pb2.KvConnectorInfo.FromString,
                 _registered_method=True)
         self.GetKvEventSources = channel.unary_unary(
@@ -247,7 +249,7 @@ def add_OpenEngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    request_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_generate__request__pb2.GenerateRequest.FromString,
                     response_serializer=openengine__vllm_dot_protocol_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
@@ -287,13 +289,13 @@ def add_OpenEngineServicer_to_server(servicer, server):
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.AbortRequest.FromString,
-                    response_serializer=openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_abort__pb2.AbortRequest.FromString,
+                    response_serializer=openengine__vllm_dot_protocol_dot_v1_dot_abort__pb2.AbortResponse.SerializeToString,
             ),
             'Drain': grpc.unary_stream_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.DrainRequest.FromString,
-                    response_serializer=openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.DrainResponse.SerializeToString,
+                    request_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_drain__pb2.DrainRequest.FromString,
+                    response_serializer=openengine__vllm_dot_protocol_dot_v1_dot_drain__pb2.DrainResponse.SerializeToString,
             ),
             'LoadLora': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadLora,
@@ -312,7 +314,7 @@ def add_OpenEngineServicer_to_server(servicer, server):
             ),
             'GetKvConnectorInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetKvConnectorInfo,
-                    request_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_kv__pb2.GetKvConnectorInfoRequest.FromString,
+                    request_deserializer=openengine__vllm_dot_protocol_dot_v1_dot_engine__pb2.GetKvConnectorInfoRequest.FromString,
                     response_serializer=openengine__vllm_dot_protocol_dot_v1_dot_kv__pb2.KvConnectorInfo.SerializeToString,
             ),
             'GetKvEventSources': grpc.unary_unary_rpc_method_handler(
@@ -356,7 +358,7 @@ class OpenEngine(object):
             request,
             target,
             '/openengine.v1.OpenEngine/Generate',
-            openengine__vllm_dot_protocol_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            openengine__vllm_dot_protocol_dot_v1_dot_generate__request__pb2.GenerateRequest.SerializeToString,
             openengine__vllm_dot_protocol_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
@@ -572,8 +574,8 @@ class OpenEngine(object):
             request,
             target,
             '/openengine.v1.OpenEngine/Abort',
-            openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.AbortRequest.SerializeToString,
-            openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.AbortResponse.FromString,
+            openengine__vllm_dot_protocol_dot_v1_dot_abort__pb2.AbortRequest.SerializeToString,
+            openengine__vllm_dot_protocol_dot_v1_dot_abort__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -599,8 +601,8 @@ class OpenEngine(object):
             request,
             target,
             '/openengine.v1.OpenEngine/Drain',
-            openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.DrainRequest.SerializeToString,
-            openengine__vllm_dot_protocol_dot_v1_dot_lifecycle__pb2.DrainResponse.FromString,
+            openengine__vllm_dot_protocol_dot_v1_dot_drain__pb2.DrainRequest.SerializeToString,
+            openengine__vllm_dot_protocol_dot_v1_dot_drain__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -707,7 +709,7 @@ class OpenEngine(object):
             request,
             target,
             '/openengine.v1.OpenEngine/GetKvConnectorInfo',
-            openengine__vllm_dot_protocol_dot_v1_dot_kv__pb2.GetKvConnectorInfoRequest.SerializeToString,
+            openengine__vllm_dot_protocol_dot_v1_dot_engine__pb2.GetKvConnectorInfoRequest.SerializeToString,
             openengine__vllm_dot_protocol_dot_v1_dot_kv__pb2.KvConnectorInfo.FromString,
             options,
             channel_credentials,

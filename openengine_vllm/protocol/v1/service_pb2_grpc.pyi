@@ -5,12 +5,14 @@ The service and nothing else: its messages are in the files of their domains."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from openengine_vllm.protocol.v1 import abort_pb2 as _abort_pb2
+from openengine_vllm.protocol.v1 import drain_pb2 as _drain_pb2
 from openengine_vllm.protocol.v1 import engine_pb2 as _engine_pb2
+from openengine_vllm.protocol.v1 import generate_request_pb2 as _generate_request_pb2
 from openengine_vllm.protocol.v1 import generation_pb2 as _generation_pb2
 from openengine_vllm.protocol.v1 import health_pb2 as _health_pb2
 from openengine_vllm.protocol.v1 import kv_events_pb2 as _kv_events_pb2
 from openengine_vllm.protocol.v1 import kv_pb2 as _kv_pb2
-from openengine_vllm.protocol.v1 import lifecycle_pb2 as _lifecycle_pb2
 from openengine_vllm.protocol.v1 import load_pb2 as _load_pb2
 from openengine_vllm.protocol.v1 import lora_pb2 as _lora_pb2
 from openengine_vllm.protocol.v1 import model_pb2 as _model_pb2
@@ -24,7 +26,7 @@ GRPC_VERSION: str
 
 class OpenEngineStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
+    Generate: _aio.UnaryStreamMultiCallable[_generate_request_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """Inference. Generate streams, the others answer once."""
     Embed: _aio.UnaryUnaryMultiCallable[_tasks_pb2.EmbedRequest, _tasks_pb2.EmbedResponse]
     Classify: _aio.UnaryUnaryMultiCallable[_tasks_pb2.ClassifyRequest, _tasks_pb2.ClassifyResponse]
@@ -35,13 +37,13 @@ class OpenEngineStub:
     GetLoad: _aio.UnaryUnaryMultiCallable[_load_pb2.GetLoadRequest, _load_pb2.LoadInfo]
     Health: _aio.UnaryUnaryMultiCallable[_health_pb2.HealthRequest, _health_pb2.HealthResponse]
     """Health and the end of work."""
-    Abort: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.AbortRequest, _lifecycle_pb2.AbortResponse]
-    Drain: _aio.UnaryStreamMultiCallable[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse]
+    Abort: _aio.UnaryUnaryMultiCallable[_abort_pb2.AbortRequest, _abort_pb2.AbortResponse]
+    Drain: _aio.UnaryStreamMultiCallable[_drain_pb2.DrainRequest, _drain_pb2.DrainResponse]
     LoadLora: _aio.UnaryUnaryMultiCallable[_lora_pb2.LoadLoraRequest, _lora_pb2.LoadLoraResponse]
     """Adapters."""
     UnloadLora: _aio.UnaryUnaryMultiCallable[_lora_pb2.UnloadLoraRequest, _lora_pb2.UnloadLoraResponse]
     ListLoras: _aio.UnaryUnaryMultiCallable[_lora_pb2.ListLorasRequest, _lora_pb2.ListLorasResponse]
-    GetKvConnectorInfo: _aio.UnaryUnaryMultiCallable[_kv_pb2.GetKvConnectorInfoRequest, _kv_pb2.KvConnectorInfo]
+    GetKvConnectorInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetKvConnectorInfoRequest, _kv_pb2.KvConnectorInfo]
     """KV cache transfer and events."""
     GetKvEventSources: _aio.UnaryUnaryMultiCallable[_kv_pb2.GetKvEventSourcesRequest, _kv_pb2.GetKvEventSourcesResponse]
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_kv_events_pb2.SubscribeKvEventsRequest, _kv_events_pb2.SubscribeKvEventsResponse]
@@ -52,8 +54,8 @@ class OpenEngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Generate(
         self,
-        request: _generation_pb2.GenerateRequest,
-        context: _aio.ServicerContext[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse],
+        request: _generate_request_pb2.GenerateRequest,
+        context: _aio.ServicerContext[_generate_request_pb2.GenerateRequest, _generation_pb2.GenerateResponse],
     ) -> _abc.AsyncIterator[_generation_pb2.GenerateResponse]:
         """Inference. Generate streams, the others answer once."""
 
@@ -111,16 +113,16 @@ class OpenEngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Abort(
         self,
-        request: _lifecycle_pb2.AbortRequest,
-        context: _aio.ServicerContext[_lifecycle_pb2.AbortRequest, _lifecycle_pb2.AbortResponse],
-    ) -> _abc.Awaitable[_lifecycle_pb2.AbortResponse]: ...
+        request: _abort_pb2.AbortRequest,
+        context: _aio.ServicerContext[_abort_pb2.AbortRequest, _abort_pb2.AbortResponse],
+    ) -> _abc.Awaitable[_abort_pb2.AbortResponse]: ...
 
     @_abc_1.abstractmethod
     def Drain(
         self,
-        request: _lifecycle_pb2.DrainRequest,
-        context: _aio.ServicerContext[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse],
-    ) -> _abc.AsyncIterator[_lifecycle_pb2.DrainResponse]: ...
+        request: _drain_pb2.DrainRequest,
+        context: _aio.ServicerContext[_drain_pb2.DrainRequest, _drain_pb2.DrainResponse],
+    ) -> _abc.AsyncIterator[_drain_pb2.DrainResponse]: ...
 
     @_abc_1.abstractmethod
     def LoadLora(
@@ -147,8 +149,8 @@ class OpenEngineServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def GetKvConnectorInfo(
         self,
-        request: _kv_pb2.GetKvConnectorInfoRequest,
-        context: _aio.ServicerContext[_kv_pb2.GetKvConnectorInfoRequest, _kv_pb2.KvConnectorInfo],
+        request: _engine_pb2.GetKvConnectorInfoRequest,
+        context: _aio.ServicerContext[_engine_pb2.GetKvConnectorInfoRequest, _kv_pb2.KvConnectorInfo],
     ) -> _abc.Awaitable[_kv_pb2.KvConnectorInfo]:
         """KV cache transfer and events."""
 
