@@ -7,22 +7,23 @@ from collections.abc import Sequence
 
 import structlog
 from grpc import aio
-from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
-from openengine_vllm.grpc_server import grpc_server
+from openengine_vllm.grpc_server import grpc_server, report
 from openengine_vllm.kv_events.bridge import KvBridge
 from openengine_vllm.kv_events.source import Publisher
-from openengine_vllm.protocol import errors
+from openengine_vllm.protocol import errors, split, split_messages
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.revision import (
+    CONTROL_NAME,
     MINIMUM_CLIENT_REVISION,
-    SCHEMA_RELEASE,
+    OPENENGINE,
     SCHEMA_REVISION,
     SERVICE_NAME,
 )
 from openengine_vllm.services.handlers import Context, Handler
 from openengine_vllm.services.kv_events import KvEventsService
+from openengine_vllm.services.split import control_handlers
 from openengine_vllm.services.stalls import StallWatch
 from openengine_vllm.settings import ServerSettings
 
@@ -57,7 +58,13 @@ class KvBridgeServer:
             "GetKvEventSources": self._events.sources,
             "SubscribeKvEvents": self._events.subscribe,
         }
-        return grpc_server(self._settings, handlers, self._grpc_health)
+        own: dict[str, Handler] = {
+            "GetServerInfo": self._server_info,
+            "GetKvEventSources": self._events.grpc_sources,
+            "SubscribeKvEvents": self._events.subscribe_plain,
+        }
+        services = {SERVICE_NAME: handlers, CONTROL_NAME: control_handlers(handlers, own)}
+        return grpc_server(self._settings, services, self._grpc_health)
 
     async def start(self, address: str) -> None:
         """Follow the publishers and serve at ``address``, which is bound.
@@ -68,8 +75,7 @@ class KvBridgeServer:
         self._bridge.start()
         settings = self._settings
         self._events.attach(self._bridge, address, settings.advertise_host)
-        for name in ("", SERVICE_NAME):
-            await self._grpc_health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await report(self._grpc_health, settings, serving=True)
         await self.grpc_server.start()
         self._watching = asyncio.ensure_future(self._stalls.run())
         _log.info("listening", address=address, instance=self._instance_id)
@@ -95,7 +101,14 @@ class KvBridgeServer:
             instance_id=self._instance_id,
             schema_revision=SCHEMA_REVISION,
             minimum_client_revision=MINIMUM_CLIENT_REVISION,
-            schema_release=SCHEMA_RELEASE,
+            schema_release=OPENENGINE.schema_release,
+        )
+
+    async def _server_info(
+        self, request: split.GetServerInfoRequest, context: Context
+    ) -> split.ServerInfo:
+        return split_messages.server_info(
+            await self._engine_info(pb.GetEngineInfoRequest(), context)
         )
 
     async def _health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:

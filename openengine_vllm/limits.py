@@ -37,6 +37,18 @@ GUIDE_STEP_SECONDS = 0.1
 GUIDE_MEMORY_BYTES = 2 * 1024**3
 """Memory that compiling one guide may take."""
 
+MAX_LOGIT_BIAS = 1024
+"""Token ids in ``extra.logit_bias``. Here and in the next four, vLLM's GPU workers stop for good
+at more."""
+MAX_ALLOWED_TOKEN_IDS = 1024
+"""Token ids in ``extra.allowed_token_ids``."""
+MAX_BAD_WORDS = 64
+"""Texts in ``extra.bad_words``; vLLM bans each with and without a space in front, 128 in all."""
+MAX_BAD_WORDS_BYTES = 400
+"""Bytes of these together, in UTF-8; vLLM takes 1024 tokens."""
+MAX_STOP_TOKENS_WITH_MINIMUM = 96
+"""Stop token ids beside ``stopping.min_tokens``; vLLM takes 128, the model's own included."""
+
 MIB = 1024 * 1024
 
 

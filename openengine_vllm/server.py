@@ -20,14 +20,14 @@ from grpc_health.v1._async import HealthServicer
 
 from openengine_vllm.binding import bind
 from openengine_vllm.drain import Drains
-from openengine_vllm.grpc_server import grpc_server
+from openengine_vllm.grpc_server import grpc_server, report
 from openengine_vllm.kv_events.bridge import KvBridge
 from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.metrics.endpoint import served_metrics
 from openengine_vllm.metrics.server_metrics import ServerMetrics
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
-from openengine_vllm.protocol.revision import SERVICE_NAME
+from openengine_vllm.protocol.revision import CONTROL_NAME, INFERENCE_NAME, SERVICE_NAME
 from openengine_vllm.registry import EndReason, RequestRegistry
 from openengine_vllm.services.control import ControlService
 from openengine_vllm.services.discovery import DiscoveryService
@@ -36,9 +36,11 @@ from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler
 from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.load import LoadService
+from openengine_vllm.services.lora import LORA_HANDLERS
 from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.readings import add_readings
 from openengine_vllm.services.runtime_events import RuntimeEventsService
+from openengine_vllm.services.split import control_handlers, inference_handlers
 from openengine_vllm.services.stalls import StallWatch
 from openengine_vllm.settings import ServerSettings
 from openengine_vllm.tls import server_credentials
@@ -48,11 +50,6 @@ _log = structlog.get_logger(__name__)
 LIVENESS_NAME = "liveness"
 """What grpc.health.v1 calls whether the process is of use still: also while it starts and drains,
 so that whoever restarts what is not alive lets it finish."""
-
-_STATUS = {
-    True: health_pb2.HealthCheckResponse.SERVING,
-    False: health_pb2.HealthCheckResponse.NOT_SERVING,
-}
 
 _DEATH_POLL_SECONDS = 0.2
 _FLUSH_SECONDS = 2.0
@@ -214,8 +211,22 @@ class Server:
             "SubscribeRuntimeEvents": self._events.subscribe,
             "GetKvEventSources": self._kv_events.sources,
             "SubscribeKvEvents": self._kv_events.subscribe,
+            **LORA_HANDLERS,
         }
-        return grpc_server(settings, handlers, self._health, metrics)
+        services = {
+            SERVICE_NAME: handlers,
+            INFERENCE_NAME: inference_handlers(generate),
+            CONTROL_NAME: control_handlers(
+                handlers,
+                {
+                    "GetServerInfo": discovery.server_info,
+                    "GetModelInfo": discovery.split_model_info,
+                    "GetKvEventSources": self._kv_events.grpc_sources,
+                    "SubscribeKvEvents": self._kv_events.subscribe_plain,
+                },
+            ),
+        }
+        return grpc_server(settings, services, self._health, metrics)
 
     async def _engine_died(self) -> None:
         _log.error("the engine has died")
@@ -231,10 +242,10 @@ class Server:
 
     async def _report_health(self) -> None:
         state = self.lifecycle.state
-        for name in ("", SERVICE_NAME):
-            await self._health.set(name, _STATUS[state == pb.HEALTH_STATE_READY])
+        await report(self._health, self._settings, serving=state == pb.HEALTH_STATE_READY)
         alive = state != pb.HEALTH_STATE_NOT_READY
-        await self._health.set(LIVENESS_NAME, _STATUS[alive])
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(LIVENESS_NAME, status.SERVING if alive else status.NOT_SERVING)
 
 
 async def first(*futures: asyncio.Future[Any]) -> None:

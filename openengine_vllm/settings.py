@@ -21,6 +21,7 @@ from openengine_vllm.kv_events.settings import (
     kv_event_settings,
 )
 from openengine_vllm.limits import MIB, RequestLimits
+from openengine_vllm.protocol.revision import REVISIONS, Revision
 
 DEMO_MODEL = "demo"
 """The value of ``--model`` that means the embedded demo model."""
@@ -70,6 +71,8 @@ class ServerSettings:
     max_request_bytes: int
     limits: RequestLimits
     reflection: str
+    revisions: tuple[Revision, ...]
+    """Which are served; the first is the one that reflection describes."""
     advertise_host: str | None
     kv_events: KvEventSettings
     exit_on_engine_death: bool
@@ -131,6 +134,14 @@ def add_listening_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST",
         help="what others are told to connect to, for whatever listens on more than the loopback "
         "interface (this machine's own address)",
+    )
+    listen.add_argument(
+        "--services",
+        type=_revisions,
+        default=tuple(REVISIONS.values()),
+        metavar="LIST",
+        help="which revisions of the schema are served, by commas: openengine (the service "
+        "OpenEngine), split (the services Inference and Control) (openengine,split)",
     )
     listen.add_argument(
         "--reflection",
@@ -340,6 +351,7 @@ def server_settings(
             max_response_bytes=namespace.max_response_bytes,
         ),
         reflection=namespace.reflection,
+        revisions=namespace.services,
         advertise_host=namespace.advertise_host,
         kv_events=kv_event_settings(namespace),
         exit_on_engine_death=namespace.exit_on_engine_death,
@@ -376,6 +388,15 @@ def config_values(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ValueError(f"--config {path}: must hold a mapping of flags to values")
     return {str(key).replace("-", "_"): value for key, value in loaded.items()}
+
+
+def _revisions(text: str) -> tuple[Revision, ...]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in REVISIONS:
+            known = ", ".join(REVISIONS)
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {known}")
+    return tuple(revision for name, revision in REVISIONS.items() if name in names)
 
 
 def _seconds(text: str) -> float:

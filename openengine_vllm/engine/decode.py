@@ -111,6 +111,25 @@ class _FastDecoder:
             return self._stream.step(self._tokenizer, token_id)
 
 
+class SpecialText:
+    """A decoder whose text has special tokens in it.
+
+    Args:
+        decoder: leaves them out.
+        special_tokens: their strings by id.
+    """
+
+    __slots__ = ("_decoder", "_special")
+
+    def __init__(self, decoder: TokenDecoder, special_tokens: Mapping[int, str]) -> None:
+        self._decoder = decoder
+        self._special = special_tokens
+
+    def step(self, token_id: int) -> str:
+        """See :class:`TokenDecoder`."""
+        return self._decoder.step(token_id) or self._special.get(token_id, "")
+
+
 def _split_prompt(
     tokenizer: Tokenizer, prompt_end: list[int], complete: bool
 ) -> tuple[list[int], list[int], str]:

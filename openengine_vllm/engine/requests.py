@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from openengine_vllm import limits
 from openengine_vllm.engine.checks import check_token_ids, rejected, unsupported
+from openengine_vllm.engine.extra import NOTHING, ExtraOptions, plan_extra
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.guided import Guide, plan_guide
 from openengine_vllm.engine.outputs import StopRules
@@ -26,8 +24,9 @@ from openengine_vllm.engine.token_information import (
     plan_information,
 )
 from openengine_vllm.limits import RequestLimits
-from openengine_vllm.protocol import errors
+from openengine_vllm.protocol import errors, split
 from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.translation import check_known
 
 SEED_MASK = (1 << 63) - 1
 """vLLM's seeds repeat modulo 2^63 and overflow near 2^64, so they are folded beforehand."""
@@ -55,6 +54,12 @@ class GenerationPlan:
     bypass_prefix_cache: bool
     data_parallel_rank: int | None
     guide: Guide | None = None
+    skip_special_tokens: bool = True
+    """Whether the text leaves special tokens out."""
+    truncate_prompt_tokens: int | None = None
+    """A text prompt's last tokens that are kept."""
+    detailed_errors: bool = True
+    """Whether an EngineError on the stream tells all there is to tell."""
 
     def seed_for(self, index: int) -> int | None:
         """The seed of one output; outputs of a seeded request differ as they do in vLLM."""
@@ -72,9 +77,18 @@ class PreparedRequest:
 
 
 def plan_generation(
-    request: pb.GenerateRequest, model: ModelFacts, allowed: RequestLimits
+    request: pb.GenerateRequest,
+    model: ModelFacts,
+    allowed: RequestLimits,
+    extra: split.Struct | None = None,
+    *,
+    detailed_errors: bool = True,
 ) -> GenerationPlan:
     """Check every field of a request for an aggregated engine.
+
+    Args:
+        extra: parameters of vLLM's own, which came beside it.
+        detailed_errors: see the plan.
 
     Raises:
         OpenEngineError: with the path of the field at fault and what it allows.
@@ -86,7 +100,10 @@ def plan_generation(
         raise errors.model_not_found(request.model)
     _check_unsupported(request)
     _check_metadata(request.metadata)
-    prompt, prompt_ids = _prompt(request, model)
+    options = NOTHING
+    if extra is not None:
+        options = plan_extra(extra, model, guided=request.HasField("guided"))
+    prompt, prompt_ids = _prompt(request, model, options)
     sequences = _sequences(request.sampling, allowed)
     sampling = _sampling(request.sampling, model)
     if sequences > 1 and sampling.get("temperature", 1.0) == 0:
@@ -105,6 +122,7 @@ def plan_generation(
         sequences=sequences,
         sampling={
             **sampling,
+            **options.sampling,
             "stop_token_ids": sorted(rules.token_ids),
             "ignore_eos": request.stopping.ignore_eos,
             "min_tokens": min_tokens,
@@ -119,6 +137,9 @@ def plan_generation(
         bypass_prefix_cache=kv.bypass_prefix_cache,
         data_parallel_rank=_rank(kv, model),
         guide=plan_guide(request, model),
+        skip_special_tokens=options.skip_special_tokens,
+        truncate_prompt_tokens=options.truncate_prompt_tokens,
+        detailed_errors=detailed_errors,
     )
 
 
@@ -156,16 +177,11 @@ def _check_unsupported(request: pb.GenerateRequest) -> None:
             raise errors.role_mismatch(
                 "kv.session", "kv.session is for a DECODE engine; this one is AGGREGATED"
             )
-        if _has_unknown_fields(request.kv):
-            raise rejected("kv", "holds fields that this revision of the schema does not define")
+        check_known(request.kv, "kv")
     if request.media:
         raise unsupported("media", "is not supported by this server")
     if request.lora_name:
         raise unsupported("lora_name", "is not supported by this server")
-
-
-def _has_unknown_fields(message: Message) -> bool:
-    return len(UnknownFieldSet(message)) > 0
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
@@ -178,7 +194,9 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
         raise rejected("metadata", f"has {size} bytes; {limits.MAX_METADATA_BYTES} are allowed")
 
 
-def _prompt(request: pb.GenerateRequest, model: ModelFacts) -> tuple[str | None, list[int] | None]:
+def _prompt(
+    request: pb.GenerateRequest, model: ModelFacts, options: ExtraOptions
+) -> tuple[str | None, list[int] | None]:
     kind = request.WhichOneof("input")
     if kind == "prompt":
         if not model.has_tokenizer:
@@ -188,11 +206,16 @@ def _prompt(request: pb.GenerateRequest, model: ModelFacts) -> tuple[str | None,
             raise rejected("prompt", "must not be empty")
         return prompt, None
     if kind == "token_ids":
-        check_prompt_length(len(request.token_ids.ids), 0, "token_ids.ids", model)
-        ids = request.token_ids.ids[:]
+        ids = truncated(request.token_ids.ids[:], options.truncate_prompt_tokens)
+        check_prompt_length(len(ids), 0, "token_ids.ids", model)
         check_token_ids(ids, "token_ids.ids", model)
         return None, ids
     raise rejected("input", "is required: set prompt or token_ids")
+
+
+def truncated(ids: list[int], most: int | None) -> list[int]:
+    """The last ``most`` of them; all for None."""
+    return ids if most is None or len(ids) <= most else ids[-most:]
 
 
 def _sequences(sampling: pb.SamplingParams, allowed: RequestLimits) -> int:
@@ -296,6 +319,12 @@ def _stop_rules(
         raise rejected(
             "stopping.conditions",
             f"hold {size} bytes of stop text; {allowed.max_stop_bytes} are allowed",
+        )
+    most = limits.MAX_STOP_TOKENS_WITH_MINIMUM
+    if min_tokens and len(token_ids) > most:
+        raise rejected(
+            "stopping.conditions",
+            f"has {len(token_ids)} stop token ids; {most} are allowed beside min_tokens",
         )
     return StopRules(
         automaton=StopAutomaton(texts) if texts else None,

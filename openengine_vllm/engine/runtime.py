@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from openengine_vllm.engine.decode import Detokenizer
+from openengine_vllm.engine.decode import Detokenizer, SpecialText, TokenDecoder
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.gate import BatchGate
 from openengine_vllm.engine.guide_checker import CheckedGuide, GuideChecker
@@ -35,6 +35,7 @@ from openengine_vllm.engine.requests import (
     GenerationPlan,
     PreparedRequest,
     check_prompt_length,
+    truncated,
 )
 from openengine_vllm.engine.scores import PendingScores, keep_arrays
 from openengine_vllm.engine.sharing import SharedEntrance
@@ -132,7 +133,8 @@ class Engine:
             OpenEngineError: with the path of the field at fault.
         """
         prompt = await self._render(plan)
-        prompt_ids = prompt["prompt_token_ids"]
+        prompt_ids = truncated(prompt["prompt_token_ids"], plan.truncate_prompt_tokens)
+        prompt["prompt_token_ids"] = prompt_ids
         path = "prompt" if plan.prompt_ids is None else "token_ids.ids"
         check_prompt_length(len(prompt_ids), plan.min_tokens, path, self.facts)
         check_prompt_information(plan.information, prompt_ids, self.facts, self._most_bytes)
@@ -216,7 +218,9 @@ class Engine:
         leave: Leave,
     ) -> GenerationStream:
         plan, prompt_ids = request.plan, request.prompt_ids
-        encoder = GenerationEncoder(plan.request_id, self._most_bytes)
+        encoder = GenerationEncoder(
+            plan.request_id, self._most_bytes, detailed_errors=plan.detailed_errors
+        )
         reader = InformationReader(plan.information, self.facts.pieces)
         return GenerationStream(
             sequences,
@@ -350,11 +354,11 @@ class Engine:
         )
         if plan.information.outputs or plan.information.prompt:
             keep_arrays(self._llm, collector.request_id, pending)
-        output = SequenceOutput(
-            self._detokenizer.decoder(request.prompt_ids),
-            self._detokenizer.special_tokens,
-            plan.rules,
-        )
+        special = self._detokenizer.special_tokens
+        decoder: TokenDecoder = self._detokenizer.decoder(request.prompt_ids)
+        if not plan.skip_special_tokens:
+            decoder = SpecialText(decoder, special)
+        output = SequenceOutput(decoder, special, plan.rules)
         return RunningSequence(index, engine_id, collector, output)
 
     def _sampling_params(

@@ -324,7 +324,7 @@ class GenerationStream:
     def _fail(self, error: errors.OpenEngineError, messages: list[_Event]) -> None:
         self.close()
         self._error = error
-        messages.append(self._encoder.error(errors.to_proto(error), self._usage()))
+        messages.append(self._encoder.error(error, self._usage()))
 
     def _usage(self) -> pb.Usage:
         completion_tokens = self.generated_tokens

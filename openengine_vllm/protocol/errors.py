@@ -112,9 +112,9 @@ class OpenEngineError(Exception):
         value = self.details.get("field")
         return value if isinstance(value, str) else None
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def trailing_metadata(self, *, detailed: bool = True) -> tuple[tuple[str, bytes], ...]:
         """The third argument of `context.abort`, next to `status` and `message`."""
-        return trailing_metadata(self)
+        return trailing_metadata(self, detailed=detailed)
 
 
 def invalid_argument(field: str, message: str) -> OpenEngineError:
@@ -251,9 +251,14 @@ def engine_dead(message: str = "the engine is no longer running") -> OpenEngineE
     )
 
 
-def to_proto(error: OpenEngineError) -> pb.EngineError:
-    """The error as a message, for a stream's last event."""
+def to_proto(error: OpenEngineError, *, detailed: bool = True) -> pb.EngineError:
+    """The error as a message, for a stream's last event.
+
+    Without `detailed` it has the three fields that all revisions of the schema define alike.
+    """
     message = pb.EngineError(code=error.code, message=error.message, retryable=error.retryable)
+    if not detailed:
+        return message
     if error.retry_after_ms is not None:
         message.retry_after_ms = error.retry_after_ms
     if error.details:
@@ -278,16 +283,19 @@ def from_proto(message: pb.EngineError, status: StatusCode | None = None) -> Ope
     )
 
 
-def to_rpc_status(error: OpenEngineError) -> status_pb2.Status:
+def to_rpc_status(error: OpenEngineError, *, detailed: bool = True) -> status_pb2.Status:
     """The error as the status of a rejected call, with the message of `to_proto` as detail."""
     status = status_pb2.Status(code=error.status.value[0], message=error.message)
-    status.details.add().Pack(to_proto(error))
+    status.details.add().Pack(to_proto(error, detailed=detailed))
     return status
 
 
-def trailing_metadata(error: OpenEngineError) -> tuple[tuple[str, bytes], ...]:
+def trailing_metadata(
+    error: OpenEngineError, *, detailed: bool = True
+) -> tuple[tuple[str, bytes], ...]:
     """The trailing metadata of a rejected call."""
-    return ((STATUS_DETAILS_KEY, to_rpc_status(error).SerializeToString()),)
+    status = to_rpc_status(error, detailed=detailed)
+    return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
 
 
 def from_rpc_error(error: aio.AioRpcError) -> OpenEngineError:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from google.protobuf.descriptor import FieldDescriptor
 
 from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.errors import OpenEngineError, to_proto
 
 _LENGTH_DELIMITED = 2
 _KEPT = 1 << 16
@@ -29,12 +30,14 @@ class GenerationEncoder:
 
     Args:
         most_bytes: of one event; a single record that passes them goes by itself.
+        detailed_errors: whether an EngineError tells all there is to tell.
     """
 
-    __slots__ = ("_most_bytes", "_prefix", "_request_id")
+    __slots__ = ("_detailed_errors", "_most_bytes", "_prefix", "_request_id")
 
-    def __init__(self, request_id: str, most_bytes: int) -> None:
+    def __init__(self, request_id: str, most_bytes: int, *, detailed_errors: bool = True) -> None:
         self._request_id = request_id
+        self._detailed_errors = detailed_errors
         self._most_bytes = most_bytes
         self._prefix = pb.GenerateResponse(request_id=request_id).SerializeToString()
 
@@ -88,10 +91,11 @@ class GenerationEncoder:
             usage=usage,
         ).SerializeToString()
 
-    def error(self, error: pb.EngineError, usage: pb.Usage | None) -> bytes:
+    def error(self, error: OpenEngineError, usage: pb.Usage | None) -> bytes:
         """The terminal EngineError event."""
+        told = to_proto(error, detailed=self._detailed_errors)
         return pb.GenerateResponse(
-            request_id=self._request_id, error=error, usage=usage
+            request_id=self._request_id, error=told, usage=usage
         ).SerializeToString()
 
 

@@ -1,9 +1,9 @@
-"""GetEngineInfo and GetModelInfo."""
+"""What the engine and its model are, in both revisions' words."""
 
 from __future__ import annotations
 
-from openengine_vllm.lifecycle import Lifecycle
-from openengine_vllm.protocol import errors
+from openengine_vllm.lifecycle import Lifecycle, Serving
+from openengine_vllm.protocol import errors, split
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.services.handlers import Context
 
@@ -22,9 +22,24 @@ class DiscoveryService:
 
     async def model_info(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
         """GetModelInfo; the model's name is required, an alias will do."""
+        return self._of(request.model).model_info
+
+    async def server_info(
+        self, request: split.GetServerInfoRequest, context: Context
+    ) -> split.ServerInfo:
+        """Control's GetServerInfo."""
+        return self._lifecycle.serving.server_info
+
+    async def split_model_info(
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> split.ModelInfo:
+        """Control's GetModelInfo."""
+        return self._of(request.model).split_model_info
+
+    def _of(self, model: str) -> Serving:
         serving = self._lifecycle.serving
-        if not request.model:
+        if not model:
             raise errors.invalid_argument("model", "model is required")
-        if request.model not in serving.engine.facts.served_names:
-            raise errors.model_not_found(request.model)
-        return serving.model_info
+        if model not in serving.engine.facts.served_names:
+            raise errors.model_not_found(model)
+        return serving

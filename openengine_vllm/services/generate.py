@@ -9,9 +9,10 @@ from openengine_vllm.engine.requests import GenerationPlan, PreparedRequest, pla
 from openengine_vllm.engine.stream import GenerationStream
 from openengine_vllm.lifecycle import Lifecycle
 from openengine_vllm.limits import RequestLimits
-from openengine_vllm.protocol import errors
+from openengine_vllm.protocol import errors, split
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.call_metadata import add_to_generate, read_call_metadata
+from openengine_vllm.protocol.revision import OPENENGINE, Revision
 from openengine_vllm.protocol.trace_context import read_trace_context
 from openengine_vllm.registry import EndReason, Entry, RequestRegistry
 from openengine_vllm.services.handlers import Context
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GenerateService:
-    """The Generate RPC."""
+    """The Generate RPC, of either revision."""
 
     def __init__(
         self,
@@ -42,17 +43,42 @@ class GenerateService:
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Serve one request to its end; the engine's part stops with the client's interest."""
+        await self.serve(request, context, OPENENGINE)
+
+    async def serve(
+        self,
+        request: pb.GenerateRequest,
+        context: Context,
+        revision: Revision,
+        extra: split.Struct | None = None,
+    ) -> None:
+        """The same for a request that came in this revision.
+
+        Args:
+            extra: parameters of vLLM's own, where the revision has a place for them.
+        """
         metadata = tuple(context.invocation_metadata() or ())
         caller = read_trace_context(metadata)
         with RequestRecord(
-            "Generate", request.request_id, request.model, request.metadata, caller, self._metrics
+            f"{revision.services[0]}/Generate",
+            request.request_id,
+            request.model,
+            request.metadata,
+            caller,
+            self._metrics,
         ) as record:
             engine = self._lifecycle.accepting.engine
             record.trace(engine.tracer)
             call = read_call_metadata(metadata)
             record.came_with(call)
             add_to_generate(request, call)
-            plan = plan_generation(request, engine.facts, self._limits)
+            plan = plan_generation(
+                request,
+                engine.facts,
+                self._limits,
+                extra,
+                detailed_errors=revision.detailed_errors,
+            )
             record.planned(plan, request.model or engine.facts.served_names[0])
             await self._run(engine, plan, record, context)
 

@@ -12,12 +12,13 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import structlog
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.translation import unchanged
 
 _log = structlog.get_logger(__name__)
 
@@ -32,13 +33,17 @@ def service_handler(
     service: ServiceDescriptor,
     handlers: Mapping[str, Handler],
     observe: Callable[[str, Run], Run] | None = None,
+    *,
+    detailed_errors: bool = True,
 ) -> grpc.GenericRpcHandler:
     """A handler for all methods of ``service``.
 
     Args:
-        handlers: by method name.
+        handlers: by method name. A request that the contract defines alike is given to them as
+            the contract's message, whichever revision the service belongs to.
         observe: puts what it likes around a method's handler; it sees the errors as they are
             raised.
+        detailed_errors: whether an EngineError tells all there is to tell.
     """
     unknown = handlers.keys() - {method.name for method in service.methods}
     if unknown:
@@ -46,19 +51,23 @@ def service_handler(
     return grpc.method_handlers_generic_handler(
         service.full_name,
         {
-            method.name: _method(method, handlers.get(method.name), observe)
+            method.name: _method(method, handlers.get(method.name), observe, detailed_errors)
             for method in service.methods
         },
     )
 
 
 def _method(
-    method: MethodDescriptor, handler: Handler | None, observe: Callable[[str, Run], Run] | None
+    method: MethodDescriptor,
+    handler: Handler | None,
+    observe: Callable[[str, Run], Run] | None,
+    detailed_errors: bool,
 ) -> grpc.RpcMethodHandler[Any, Any]:
     if handler is None:
         handler = _unimplemented(method.name)
     run = _parsing(_parser(method), handler)
-    guarded = _guard(method.name, run if observe is None else observe(method.name, run))
+    observed = run if observe is None else observe(method.name, run)
+    guarded = _guard(method.name, observed, detailed_errors)
     # Requests are parsed by the guard: gRPC would tell a client with UNKNOWN, and with the
     # exception's class, that its message is malformed.
     if method.server_streaming:
@@ -67,7 +76,7 @@ def _method(
 
 
 def _parser(method: MethodDescriptor) -> Callable[[bytes], Message]:
-    message_class = GetMessageClass(method.input_type)
+    message_class = _message_class(method.input_type)
 
     def parse(data: bytes) -> Message:
         try:
@@ -79,6 +88,13 @@ def _parser(method: MethodDescriptor) -> Callable[[bytes], Message]:
             ) from error
 
     return parse
+
+
+def _message_class(descriptor: Descriptor) -> type[Message]:
+    contract: type[Message] | None = getattr(pb, descriptor.name, None)
+    if contract is not None and unchanged(descriptor, contract.DESCRIPTOR):
+        return contract
+    return GetMessageClass(descriptor)
 
 
 def _serialize(message: Message) -> bytes:
@@ -99,22 +115,24 @@ def _parsing(parse: Callable[[bytes], Message], handler: Handler) -> Run:
     return run
 
 
-def _guard(name: str, run: Run) -> Run:
+def _guard(name: str, run: Run, detailed: bool) -> Run:
     async def guarded(data: bytes, context: Context) -> Any:
         try:
             return await run(data, context)
         except errors.OpenEngineError as error:
-            await abort(context, error)
+            await abort(context, error, detailed=detailed)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
             _log.exception("handler failed", rpc=name, error=type(error).__name__)
-            await abort(context, errors.internal())
+            await abort(context, errors.internal(), detailed=detailed)
 
     return guarded
 
 
-async def abort(context: Context, error: errors.OpenEngineError) -> NoReturn:
+async def abort(
+    context: Context, error: errors.OpenEngineError, *, detailed: bool = True
+) -> NoReturn:
     """Reject a call: gRPC status plus the EngineError as its rich detail."""
-    await context.abort(error.status, error.message, error.trailing_metadata())
+    await context.abort(error.status, error.message, error.trailing_metadata(detailed=detailed))
     raise AssertionError("abort raises")

@@ -16,7 +16,7 @@ from openengine_vllm.kv_events.retained import BatchCursor
 from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.services.handlers import Context
-from openengine_vllm.services.kv_sources import rank_sources
+from openengine_vllm.services.kv_sources import GRPC, rank_sources
 from openengine_vllm.services.stalls import StallWatch, StreamWriter
 
 _READ_AT_ONCE = 64
@@ -64,6 +64,18 @@ class KvEventsService:
                 rank_sources(rank, self._bridge.settings, self._address, self._advertise_host)
             )
         return response
+
+    async def grpc_sources(
+        self, request: pb.GetKvEventSourcesRequest, context: Context
+    ) -> pb.GetKvEventSourcesResponse:
+        """Control's GetKvEventSources: exactly one source a rank."""
+        response = await self.sources(request, context)
+        own = [source for source in response.sources if source.transport == GRPC]
+        return pb.GetKvEventSourcesResponse(sources=own)
+
+    async def subscribe_plain(self, request: pb.SubscribeKvEventsRequest, context: Context) -> None:
+        """Control's SubscribeKvEvents: what such clients can read."""
+        await self.subscribe(request, context)
 
     async def subscribe(self, request: pb.SubscribeKvEventsRequest, context: Context) -> None:
         """Stream batches, until the caller leaves or the server stops."""

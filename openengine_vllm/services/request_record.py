@@ -17,7 +17,6 @@ import structlog
 from grpc import StatusCode
 
 from openengine_vllm import limits
-from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.call_metadata import CallMetadata
 from openengine_vllm.protocol.errors import OpenEngineError, internal
 from openengine_vllm.protocol.trace_context import TraceContext
@@ -54,7 +53,7 @@ class RequestRecord:
     """Follows one request from the handler's start to its end, as a context manager.
 
     Args:
-        rpc: the method's name.
+        method: of the call, behind its service's full name and a slash.
         request_id, model, metadata: the request's own, not checked yet.
         caller: the caller's place in a trace.
         metrics: counts what a request comes to, if anybody does.
@@ -62,7 +61,7 @@ class RequestRecord:
 
     def __init__(
         self,
-        rpc: str,
+        method: str,
         request_id: str,
         model: str,
         metadata: Mapping[str, str],
@@ -70,7 +69,8 @@ class RequestRecord:
         metrics: ServerMetrics | None = None,
     ) -> None:
         self._metrics = metrics
-        self._rpc = rpc
+        self._method = method
+        self._rpc = method.rpartition("/")[2]
         self._request_id = request_id
         self._model = model
         self._metadata = metadata
@@ -87,9 +87,8 @@ class RequestRecord:
     def trace(self, tracer: Tracer | None) -> None:
         """Start the request's span, if there is tracing."""
         if tracer is not None:
-            name = f"{pb.SERVICE.full_name}/{self._rpc}"
-            self._span = tracer.start(name, self._caller, self._start_nanos)
-            self._span.set({"rpc.system.name": "grpc", "rpc.method": name})
+            self._span = tracer.start(self._method, self._caller, self._start_nanos)
+            self._span.set({"rpc.system.name": "grpc", "rpc.method": self._method})
 
     def came_with(self, call: CallMetadata) -> None:
         """Note the call's metadata."""
