@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from openengine_vllm.protocol import errors, split
+from openengine_vllm.protocol import errors
 from openengine_vllm.protocol import v1 as pb
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ class Serving:
     engine: Engine
     engine_info: pb.EngineInfo
     model_info: pb.ModelInfo
-    server_info: split.ServerInfo
-    split_model_info: split.ModelInfo
     has_chat_template: bool
     http: HttpFrontend | None = None
     """vLLM's own HTTP API, where it is to be served."""

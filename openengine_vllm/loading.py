@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING
 
 from openengine_vllm.demo_model import ensure_demo_model
 from openengine_vllm.engine.detokenizers import detokenizer_of
-from openengine_vllm.engine.discovery import (
-    engine_info,
-    has_chat_template,
-    model_facts,
-    model_info,
-    server_info,
-    split_model_info,
-)
+from openengine_vllm.engine.discovery import engine_info, has_chat_template, model_facts, model_info
 from openengine_vllm.engine.guide_checker import GuideChecker
 from openengine_vllm.engine.guide_params import worker_config
 from openengine_vllm.engine.kv_events import kv_publishers, publish_kv_events
@@ -105,14 +98,12 @@ def _serving(
         guides.configure(worker_config(llm.vllm_config))
     else:
         guides.close()
-    engine = engine_info(llm.vllm_config, facts, instance_id, pb.ENGINE_ROLE_AGGREGATED, version)
-    model = model_info(llm.vllm_config, facts, settings.limits)
     return Serving(
         engine=Engine(llm, facts, detokenizer, guides, settings.limits.max_response_bytes, stats),
-        engine_info=engine,
-        model_info=model,
-        server_info=server_info(llm.vllm_config, engine, model),
-        split_model_info=split_model_info(model, facts),
+        engine_info=engine_info(
+            llm.vllm_config, facts, instance_id, pb.ENGINE_ROLE_AGGREGATED, version
+        ),
+        model_info=model_info(llm.vllm_config, facts, settings.limits),
         has_chat_template=has_chat_template(llm),
         http=http,
         kv_publishers=kv_publishers(llm, facts) if settings.kv_events.enabled else (),

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from openengine_vllm.engine.extra import extra_keys
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.guided import guide_modes
 from openengine_vllm.engine.pieces import Pieces
 from openengine_vllm.engine.token_information import TOP_N, Mode, output_modes, prompt_modes
 from openengine_vllm.limits import RequestLimits
-from openengine_vllm.protocol import split, split_messages
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.revision import (
     MINIMUM_CLIENT_REVISION,
@@ -49,6 +47,7 @@ def model_facts(llm: AsyncLLM, served_names: tuple[str, ...], pieces: Pieces) ->
         if model.max_logprobs == -1
         else min(model.max_logprobs, vocab_size),
         pieces=pieces,
+        decode_context_parallel_size=config.parallel_config.decode_context_parallel_size,
         thinking_budget=_has_thinking_budget(config),
         guide_backend=_guide_backend(config),
     )
@@ -100,24 +99,6 @@ def engine_info(
         minimum_client_revision=MINIMUM_CLIENT_REVISION,
         schema_release=OPENENGINE.schema_release,
     )
-
-
-def server_info(config: VllmConfig, engine: pb.EngineInfo, model: pb.ModelInfo) -> split.ServerInfo:
-    """The answer to GetServerInfo: what the contract tells in two messages, and some more."""
-    info = split_messages.server_info(engine, model)
-    info.parallelism.decode_context_parallel_size = (
-        config.parallel_config.decode_context_parallel_size
-    )
-    info.capacity.max_loras = 0
-    return info
-
-
-def split_model_info(model: pb.ModelInfo, facts: ModelFacts) -> split.ModelInfo:
-    """The answer to Control's GetModelInfo, with what ``extra`` of a request may hold."""
-    info = split_messages.model_info(model)
-    if facts.generates:
-        info.extra.get_or_create_list("generate_extra").extend(extra_keys(facts))
-    return info
 
 
 def model_info(config: VllmConfig, facts: ModelFacts, allowed: RequestLimits) -> pb.ModelInfo:

@@ -31,6 +31,7 @@ class ModelFacts:
     """Ranked candidates that the engine scores at one position, at the most."""
     pieces: Pieces = field(default_factory=Pieces)
     """The text of every token."""
+    decode_context_parallel_size: int = 1
     thinking_budget: bool = False
     """Whether the engine can end the reasoning of an output."""
     guide_backend: str = ""

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from openengine_vllm.protocol import v1 as pb
-from openengine_vllm.protocol.revision import SCHEMA_RELEASE
+from openengine_vllm.protocol.revision import OPENENGINE
 from openengine_vllm.server import LIVENESS_NAME
 from tests.engine.peers import MULTI_EOS_SLOTS, Peer
 from tests.engine.rejections import good_request
@@ -50,7 +50,7 @@ async def test_engine_info_tells_the_engine_and_the_schema(tiny: Peer) -> None:
     assert list(info.supported_models) == ["tiny", "tiny-alias"]
     assert info.schema_revision == 1
     assert info.minimum_client_revision == 1
-    assert info.schema_release == SCHEMA_RELEASE
+    assert info.schema_release == OPENENGINE.schema_release
     assert info.kv_connector == pb.KvConnectorInfo(enabled=False)
 
 

@@ -25,6 +25,12 @@ from openengine_vllm.lifecycle import Lifecycle, Serving
 from openengine_vllm.limits import MIB, RequestLimits
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.generation_encoding import GenerationEncoder
+from openengine_vllm.protocol.revision import (
+    CONTROL_NAME,
+    INFERENCE_NAME,
+    REVISIONS,
+    SERVICE_NAME,
+)
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 from openengine_vllm.registry import RequestRegistry
 from openengine_vllm.services.control import ControlService
@@ -33,8 +39,11 @@ from openengine_vllm.services.drain import DrainService
 from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.load import LoadService
+from openengine_vllm.services.lora import LORA_HANDLERS
 from openengine_vllm.services.probe import InferenceProbe
+from openengine_vllm.services.reflection import DESCRIPTORS
 from openengine_vllm.services.runtime_events import RuntimeEventsService
+from openengine_vllm.services.split import control_handlers, inference_handlers
 from openengine_vllm.services.stalls import StallWatch
 
 FACTS = ModelFacts(
@@ -201,7 +210,7 @@ class ScriptedEngine:
         self.collectors[plan.request_id] = collectors
         return GenerationStream(
             sequences,
-            GenerationEncoder(plan.request_id, 4 * MIB),
+            GenerationEncoder(plan.request_id, 4 * MIB, detailed_errors=plan.detailed_errors),
             information=InformationReader(plan.information, Pieces()),
             prompt_tokens=len(plan.prompt_ids or ()),
             reports_cache=True,
@@ -266,8 +275,8 @@ class Service:
             )
         )
 
-    def handlers(self) -> dict[str, Handler]:
-        """As the server binds them."""
+    def services(self) -> dict[str, dict[str, Handler]]:
+        """As the server binds them, by full name."""
         control = ControlService(
             self.lifecycle, self.registry, self.probe, pb.ENGINE_ROLE_AGGREGATED
         )
@@ -277,7 +286,7 @@ class Service:
         )
         drains = Drains(self.lifecycle, self.registry, self._report)
         drain = DrainService(self.lifecycle, drains, StallWatch(60))
-        return {
+        handlers: dict[str, Handler] = {
             "Generate": generate.generate,
             "GetEngineInfo": discovery.engine_info,
             "GetModelInfo": discovery.model_info,
@@ -286,6 +295,16 @@ class Service:
             "Drain": drain.drain,
             "GetLoad": LoadService(self.lifecycle).load,
             "SubscribeRuntimeEvents": self.events.subscribe,
+            **LORA_HANDLERS,
+        }
+        own: dict[str, Handler] = {
+            "GetServerInfo": discovery.server_info,
+            "GetModelInfo": discovery.split_model_info,
+        }
+        return {
+            SERVICE_NAME: handlers,
+            INFERENCE_NAME: inference_handlers(generate),
+            CONTROL_NAME: control_handlers(handlers, own),
         }
 
     async def _report(self) -> None:
@@ -341,7 +360,7 @@ async def serve(*, ready: bool = True, **settings: Any) -> AsyncIterator[Service
     if ready:
         service.make_ready()
     async with (
-        _listening(service.handlers()) as service.target,
+        _listening(service.services()) as service.target,
         aio.insecure_channel(service.target) as service.channel,
     ):
         yield service
@@ -350,14 +369,24 @@ async def serve(*, ready: bool = True, **settings: Any) -> AsyncIterator[Service
 @asynccontextmanager
 async def serve_handlers(handlers: dict[str, Handler]) -> AsyncIterator[aio.Channel]:
     """A channel to these handlers of the service."""
-    async with _listening(handlers) as target, aio.insecure_channel(target) as channel:
+    async with (
+        _listening({SERVICE_NAME: handlers}) as target,
+        aio.insecure_channel(target) as channel,
+    ):
         yield channel
 
 
 @asynccontextmanager
-async def _listening(handlers: dict[str, Handler]) -> AsyncIterator[str]:
+async def _listening(services: dict[str, dict[str, Handler]]) -> AsyncIterator[str]:
     server = aio.server()
-    server.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
+    for revision in REVISIONS.values():
+        server.add_generic_rpc_handlers(
+            service_handler(
+                DESCRIPTORS[name], services[name], detailed_errors=revision.detailed_errors
+            )
+            for name in revision.services
+            if name in services
+        )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

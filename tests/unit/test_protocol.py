@@ -127,11 +127,12 @@ class TestSurface:
         assert METHODS.keys() <= vars(service_pb2_grpc.OpenEngineServicer).keys()
 
     def test_revision(self) -> None:
-        assert re.fullmatch(r"[0-9a-f]{40}", revision.SCHEMA_RELEASE)
+        for known in revision.REVISIONS.values():
+            assert re.fullmatch(r"[0-9a-f]{40}", known.schema_release)
         assert 1 <= revision.MINIMUM_CLIENT_REVISION <= revision.SCHEMA_REVISION
 
     def test_classes_know_their_module(self) -> None:
-        assert pb.GenerateRequest.__module__ == "openengine_vllm.protocol.v1.generation_pb2"
+        assert pb.GenerateRequest.__module__ == "openengine_vllm.protocol.v1.generate_request_pb2"
         assert pb.Struct.__module__ == "openengine_vllm.protocol.v1.struct_pb2"
 
 
@@ -296,7 +297,7 @@ class TestStruct:
 class TestIsolation:
     def test_nothing_in_the_default_pool(self) -> None:
         names = [file.name for file in schema_files()]
-        assert len(names) == 14
+        assert len(names) == 20
         run_python(
             """
 import sys

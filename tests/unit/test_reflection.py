@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.revision import OPENENGINE
 from openengine_vllm.services.reflection import add_reflection
 
 
@@ -30,7 +31,7 @@ def reflecting() -> Iterator[str]:
 
     async def run() -> None:
         server = aio.server()
-        add_reflection(server)
+        add_reflection(server, OPENENGINE)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         address.set_result(f"127.0.0.1:{port}")

@@ -10,6 +10,7 @@ import pytest
 from openengine_vllm.api_keys import ApiKeys
 from openengine_vllm.kv_events.settings import BridgeSettings, KvEventSettings
 from openengine_vllm.limits import RequestLimits
+from openengine_vllm.protocol.revision import SPLIT
 from openengine_vllm.settings import (
     ServerSettings,
     TlsFiles,
@@ -43,6 +44,7 @@ def test_defaults() -> None:
 def test_every_flag_reaches_its_setting() -> None:
     settings = parse(
         *("--host", "0.0.0.0", "--port", "0", "--uds", "/s", "--reflection", "off"),
+        *("--services", "split"),
         *("--drain-timeout", "0", "--stall-timeout", "1.5", "--probe-timeout", "2"),
         *("--no-exit-on-engine-death", "--max-concurrent-requests", "7", "--max-sequences", "4"),
         *("--max-request-bytes", "5", "--max-response-bytes", "6"),
@@ -83,6 +85,7 @@ def test_every_flag_reaches_its_setting() -> None:
         max_request_bytes=5,
         limits=RequestLimits(max_sequences=4, max_response_bytes=6),
         reflection="off",
+        revisions=(SPLIT,),
         advertise_host="h",
         kv_events=KvEventSettings(
             enabled=False,
