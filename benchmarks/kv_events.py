@@ -117,7 +117,6 @@ def _measure_memory_and_snapshot(blocks: int) -> None:
             if response == b"":
                 break
             total += len(response or b"")
-        feed._snapshot = None
         print(
             f"a snapshot of them: {total / 2**20:.1f} MiB in {sum(steps) * 1e3:.0f} ms of CPU, "
             f"the longest step without a turn of the event loop {max(steps) * 1e3:.1f} ms"

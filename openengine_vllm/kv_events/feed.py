@@ -59,7 +59,7 @@ class Counts:
 
 
 class Snapshot:
-    """The live blocks of a rank as of one batch.
+    """The live blocks of a rank as of one batch, told once and let go of with that.
 
     Args:
         number: of that batch.
@@ -78,19 +78,20 @@ class Snapshot:
         one response all the same.
         """
         empty = True
-        for blocks in self._blocks:
+        while self._blocks:
+            _, blocks = self._blocks.popitem()
             events: list[bytes] = []
             size = 0
-            for block in parents_first(blocks):
-                if block is None:
+            for event in parents_first(blocks):
+                if event is None:
                     yield None
                     continue
-                if events and size + len(block.event) > _SNAPSHOT_BYTES:
+                if events and size + len(event) > _SNAPSHOT_BYTES:
                     yield self._response(events)
                     events, size = [], 0
                     empty = False
-                events.append(block.event)
-                size += len(block.event)
+                events.append(event)
+                size += len(event)
             if events:
                 yield self._response(events)
                 empty = False
@@ -130,7 +131,6 @@ class RankFeed:
         self._asked_at: int | None = None
         self._has_restarted = False
         self._frames = 0
-        self._snapshot: Snapshot | None = None
         self._warned: set[str] = set()
 
     @property
@@ -195,13 +195,10 @@ class RankFeed:
         self._give_up()
 
     def snapshot(self) -> Snapshot | None:
-        """What is live now, shared by those who ask before the next batch; None before any."""
+        """What is live after the last batch in the log; None before any."""
         if self.log.first is None:
             return None
-        number = self.log.next - 1
-        if self._snapshot is None or self._snapshot.number != number:
-            self._snapshot = Snapshot(self.rank, number, self._time_ns, self.mirror)
-        return self._snapshot
+        return Snapshot(self.rank, self.log.next - 1, self._time_ns, self.mirror)
 
     def _take(self, number: int, payload: bytes) -> None:
         assert self._next is not None
@@ -262,7 +259,6 @@ class RankFeed:
         data = wire.batch(self.log.next, batch.time_ns, self.rank, events)
         self.log.append(wire.response(data))
         self.counts.batches += 1
-        self._snapshot = None
         return True
 
     def _changes(self, batch: Batch) -> list[bytes]:

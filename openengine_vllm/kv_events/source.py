@@ -23,7 +23,9 @@ _log = structlog.get_logger(__name__)
 END = b"\xff" * 8
 """The sequence number that ends a replay."""
 _MAX_NUMBER = 2**63 - 1
-_READ_AT_ONCE = 64
+# Of payload between two turns of the event loop; a message counts as some KiB at least.
+_READ_AT_ONCE = 128 * 1024
+_READ_PER_MESSAGE = 2 * 1024
 _QUEUED_MESSAGES = 10_000
 _QUEUED_REPLAYS = 4096
 _HEARTBEAT_MS = 5000
@@ -158,12 +160,12 @@ class Source:
         self._ask_if_wanted()
         while True:
             frames: list[bytes] | None = await receiver.receive()
-            count = 0
+            size = 0
             while frames is not None:
                 self._on_message(frames)
-                count += 1
-                frames = receiver.receive_now() if count < _READ_AT_ONCE else None
-            self._received += count
+                self._received += 1
+                size += _READ_PER_MESSAGE + len(frames[-1])
+                frames = receiver.receive_now() if size < _READ_AT_ONCE else None
             self._ask_if_wanted()
             await asyncio.sleep(0)
 
@@ -248,7 +250,7 @@ class Source:
             _configure(socket)
             socket.connect(endpoint)
             socket.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
-            count = 0
+            size = 0
             while True:
                 frames = receiver.receive_now()
                 if frames is None:
@@ -257,8 +259,9 @@ class Source:
                         frames = await receiver.receive()
                 if not self._on_replayed(frames):
                     return True
-                count += 1
-                if count % _READ_AT_ONCE == 0:
+                size += _READ_PER_MESSAGE + len(frames[-1])
+                if size >= _READ_AT_ONCE:
+                    size = 0
                     self._tell()
                     await asyncio.sleep(0)
 

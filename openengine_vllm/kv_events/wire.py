@@ -21,7 +21,7 @@ _VARINT, _BYTES = 0, 2
 _MAX_KEPT_VARINT = 2**19
 _MAX_KEY_DEPTH = 8
 _MAX_KEYS_BYTES = 64 * 1024
-_UINT64 = 2**64
+_UINT64 = 2**64 - 1
 
 Place: TypeAlias = tuple[pb.StorageMedium.ValueType, int]
 """Medium and group."""
@@ -97,16 +97,14 @@ def medium(name: str | None) -> pb.StorageMedium.ValueType:
 
 
 def block_hash(value: Hash) -> bytes:
-    """A KvBlockHash with its length in front, ready for any field of that type."""
+    """A KvBlockHash with its length in front, ready for any field of that type.
+
+    Both ways to write an integer of 64 bits, with and without a sign, give the same.
+    """
     if isinstance(value, int):
-        return _INT64_HEAD + value.to_bytes(8, "big") + _INT64_TAIL
+        return _INT64_HEAD + (value & _UINT64).to_bytes(8, "big") + _INT64_TAIL
     encoded = _delimited(_HASH_VALUE, value) + _BYTES_TAIL
     return varint(len(encoded)) + encoded
-
-
-def unsigned(value: Hash) -> Hash:
-    """One form for both ways to write an integer of 64 bits."""
-    return value + _UINT64 if isinstance(value, int) and value < 0 else value
 
 
 def tokens(token_ids: Iterable[int]) -> bytes:
@@ -162,6 +160,18 @@ def stored(
     size = len(front) + len(packed) + len(common) + len(keys)
     head = _EVENT_STORED + varint(size)
     return b"".join((_BATCH_EVENT, varint(len(head) + size), head, front, packed, common, keys))
+
+
+def parent_of(event: bytes) -> bytes:
+    """What :func:`stored` was given as parent, together with one hash; empty for none."""
+    start = _behind_varint(event, len(_BATCH_EVENT))
+    start = _behind_varint(event, start + len(_EVENT_STORED))
+    start += len(_STORED_HASH)
+    start += 1 + event[start]
+    if not event.startswith(_STORED_PARENT, start):
+        return b""
+    start += len(_STORED_PARENT)
+    return event[start : start + 1 + event[start]]
 
 
 def removed(hashes: Sequence[bytes], where: pb.StorageMedium.ValueType, group: int) -> bytes:
@@ -228,7 +238,10 @@ def response(batch_bytes: bytes) -> bytes:
 
 def batch_of(response_bytes: bytes) -> bytes:
     """The batch inside of what :func:`response` has made."""
-    start = len(_RESPONSE_BATCH)
-    while response_bytes[start] > 0x7F:
+    return response_bytes[_behind_varint(response_bytes, len(_RESPONSE_BATCH)) :]
+
+
+def _behind_varint(data: bytes, start: int) -> int:
+    while data[start] > 0x7F:
         start += 1
-    return response_bytes[start + 1 :]
+    return start + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -35,6 +36,23 @@ def apply(mirror: Mirror, *events: Any) -> list[pb.KvEvent]:
 
 def snapshot(mirror: Mirror) -> list[pb.KvEventBatch]:
     return [parse(data) for data in Snapshot(0, 9, 1, mirror).responses() if data is not None]
+
+
+def live(mirror: Mirror, medium: int, group: int = 0) -> set[int]:
+    """The hashes of one medium and group."""
+    blocks = mirror.blocks().get((medium, group), {})  # type: ignore[arg-type]
+    return {int.from_bytes(block[3:11], "big") for block in blocks}
+
+
+def order(mirror: Mirror) -> list[int]:
+    """The hashes of the only group as a snapshot has them."""
+    [group] = mirror.blocks().values()
+    events = [event for event in parents_first(group) if event is not None]
+    assert group == {}
+    return [
+        int.from_bytes(event.block_stored.block_hashes[0].value, "big")
+        for event in parse(wire.response(wire.batch(1, 2, 3, events))).events
+    ]
 
 
 def int64(value: int) -> pb.KvBlockHash:
@@ -111,10 +129,10 @@ def test_copies_are_counted() -> None:
     assert len(apply(mirror, stored([1, 2]))) == 1
     assert apply(mirror, stored([1, 2])) == []
     assert apply(mirror, removed([2])) == []
-    assert mirror.hashes(GPU) == {1, 2}
+    assert live(mirror, GPU) == {1, 2}
     [event] = apply(mirror, removed([2]), removed([1]))
     assert event.block_removed.block_hashes == [int64(2)]
-    assert mirror.hashes(GPU) == {1}
+    assert live(mirror, GPU) == {1}
 
 
 def test_a_chain_that_is_live_in_part_goes_out_in_runs() -> None:
@@ -140,14 +158,14 @@ def test_media_and_groups_are_apart() -> None:
     apply(mirror, stored([1]), stored([1], medium="CPU"), stored([1], group_idx=1))
     assert len(mirror) == 3
     assert len(apply(mirror, removed([1], medium="CPU"))) == 1
-    assert mirror.hashes(GPU) == mirror.hashes(GPU, 1) == {1}
-    assert mirror.hashes(CPU) == frozenset()
+    assert live(mirror, GPU) == live(mirror, GPU, 1) == {1}
+    assert live(mirror, CPU) == set()
 
 
 def test_a_negative_hash_is_its_unsigned_twin() -> None:
     mirror = Mirror()
     apply(mirror, stored([-1], tokens=[1, 2, 3, 4]))
-    assert mirror.hashes(GPU) == {2**64 - 1}
+    assert live(mirror, GPU) == {2**64 - 1}
     assert len(apply(mirror, removed([2**64 - 1]))) == 1
 
 
@@ -195,8 +213,7 @@ def test_parents_come_first_also_where_they_were_stored_again() -> None:
     apply(mirror, stored([1, 2, 3]), stored([4], parent=3), removed([1]), removed([2]))
     apply(mirror, stored([1, 2]), stored([6], parent=77))
     reader = BlockSet()
-    order = [block.hash for block in parents_first(mirror.blocks()[0]) if block is not None]
-    assert order == [1, 2, 3, 4, 6]
+    assert order(mirror) == [1, 2, 3, 4, 6]
     reader.strict = False
     for batch in snapshot(mirror):
         reader.apply(batch)
@@ -206,7 +223,29 @@ def test_parents_come_first_also_where_they_were_stored_again() -> None:
 def test_parents_that_go_round_in_circles() -> None:
     mirror = Mirror()
     apply(mirror, stored([1], parent=2), stored([2], parent=1), stored([3], parent=3))
-    assert {block.hash for block in parents_first(mirror.blocks()[0]) if block} == {1, 2, 3}
+    assert sorted(order(mirror)) == [1, 2, 3]
+
+
+def test_a_long_chain_that_is_out_of_order_leaves_turns_to_others() -> None:
+    mirror = Mirror()
+    for value in reversed(range(20_000)):
+        apply(mirror, stored([value], parent=value - 1 if value else None))
+    [group] = mirror.blocks().values()
+    steps = list(parents_first(group))
+    assert steps[:4] == [None] * 4
+    assert steps.count(None) == 4
+    assert order(mirror) == list(range(20_000))
+
+
+@pytest.mark.parametrize("value", [7, -7, 2**64 - 1, b"h", b"h" * 64], ids=repr)
+def test_parents_are_read_back(value: int | bytes) -> None:
+    block = wire.block_hash(value)
+    for size in (1, 30, 50, 60, 127, 5000, 200_000):
+        packed = wire.tokens([1] * size)
+        for hashed in (7, b"h" * 64):
+            hashes = (wire.block_hash(hashed),)
+            assert wire.parent_of(wire.stored(hashes, block, packed, b"", b"")) == block
+            assert wire.parent_of(wire.stored(hashes, None, packed, b"", b"")) == b""
 
 
 def test_a_large_snapshot_stays_under_a_mebibyte_a_batch() -> None:
@@ -233,11 +272,21 @@ def test_memory_goes_with_the_blocks() -> None:
     mirror = Mirror()
     for start in range(0, 2000, 50):
         apply(mirror, stored(range(start, start + 50), tokens=range(50 * 4)))
-    [group] = mirror.blocks()
-    sizes = [sum(map(sys.getsizeof, (block, *block))) for block in group]
-    assert max(sizes) < 500
+    [group] = mirror.blocks().values()
+    assert max(sys.getsizeof(block) + sys.getsizeof(group[block]) for block in group) < 250
     apply(mirror, *(removed([value]) for value in range(2000)))
     assert len(mirror) == 0
+
+
+def test_the_collector_has_no_blocks_to_walk() -> None:
+    """With hundreds of thousands of them it would stop the event loop for long."""
+    mirror = Mirror()
+    for value in range(5000):
+        apply(mirror, stored([value], parent=value - 1, extra_keys=[["salt"]]))
+    before = {id(tracked) for tracked in gc.get_objects()}
+    for value in range(5000, 10_000):
+        apply(mirror, stored([value], parent=value - 1, extra_keys=[["salt"]]))
+    assert sum(id(tracked) not in before for tracked in gc.get_objects()) < 500
 
 
 hashes = st.integers(0, 7)
