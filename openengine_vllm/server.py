@@ -140,6 +140,7 @@ class Server:
         bridge = KvBridge(settings.kv_events.bridge, serving.kv_publishers)
         bridge.start()
         self._kv_bridge = bridge
+        serving.engine.tell_of_resets(bridge.emptying)
         self._kv_events.attach(bridge, self._address, settings.advertise_host)
         await bridge.reached(_REACH_SECONDS)
 

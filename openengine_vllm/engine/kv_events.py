@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from vllm.config import KVEventsConfig
@@ -52,33 +54,59 @@ def publish_kv_events(args: AsyncEngineArgs) -> None:
     )
 
 
+def tell_of_resets(llm: AsyncLLM, begin: Callable[[], Callable[[], None]]) -> None:
+    """Have each reset of the prefix cache that goes through this client told at once.
+
+    vLLM publishes it with the events of its next step, and so never while it is idle.
+
+    Args:
+        begin: called before each reset, one at a time; what it returns, after it has succeeded.
+    """
+    reset, turn = llm.reset_prefix_cache, asyncio.Lock()
+
+    async def reset_and_tell(*args: Any, **options: Any) -> bool:
+        async with turn:
+            emptied = begin()
+            succeeded = await reset(*args, **options)
+            if succeeded:
+                emptied()
+        return succeeded
+
+    llm.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]
+
+
 def kv_publishers(llm: AsyncLLM, facts: ModelFacts) -> tuple[Publisher, ...]:
     """The engine's publishers, by rank; none where nothing is published."""
     if not (facts.generates and facts.prefix_caching):
         return ()
     sources = sorted(llm.get_kv_event_sources().items())
+    asked = llm.vllm_config.kv_events_config
+    # A port of its own choice is told as an address to which it would have connected.
+    bound = asked is not None and is_bound_by_vllm(asked.endpoint)
     for rank, config in sources:
-        if not _can_follow(config.endpoint):
+        if not _can_follow(config.endpoint, bound):
             _log.warning("KV events go elsewhere", rank=rank, endpoint=config.endpoint)
             return ()
-    return tuple(_publisher(rank, config) for rank, config in sources if config.publisher == "zmq")
+    return tuple(
+        _publisher(rank, config, bound) for rank, config in sources if config.publisher == "zmq"
+    )
 
 
-def _can_follow(endpoint: str) -> bool:
+def _can_follow(endpoint: str, bound: bool) -> bool:
     """Where vLLM connects to somebody, that has to be us."""
-    if is_bound_by_vllm(endpoint):
+    if bound:
         return not endpoint.startswith("inproc://")
     parsed = parse_tcp(endpoint)
     return parsed is not None and is_loopback(parsed.host)
 
 
-def _publisher(rank: int, config: KVEventsConfig) -> Publisher:
+def _publisher(rank: int, config: KVEventsConfig, bound: bool) -> Publisher:
     return Publisher(
         rank,
         local_form(config.endpoint),
         None if config.replay_endpoint is None else local_form(config.replay_endpoint),
         config.topic,
-        binds=not is_bound_by_vllm(config.endpoint),
+        binds=not bound,
         bound=_plain(config.endpoint),
         bound_replay=None if config.replay_endpoint is None else _plain(config.replay_endpoint),
         buffer_steps=config.buffer_steps,

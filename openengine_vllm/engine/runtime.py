@@ -28,6 +28,7 @@ from openengine_vllm.engine.guide_checker import CheckedGuide, GuideChecker
 from openengine_vllm.engine.guide_params import CheckedSamplingParams, guide_params
 from openengine_vllm.engine.guided import Guide
 from openengine_vllm.engine.information import InformationReader
+from openengine_vllm.engine.kv_events import tell_of_resets
 from openengine_vllm.engine.outputs import SequenceOutput
 from openengine_vllm.engine.pause import Pause
 from openengine_vllm.engine.reasoning import reasoning_counter
@@ -114,6 +115,10 @@ class Engine:
             accepting: raises OpenEngineError while no new work is taken.
         """
         SharedEntrance(self._llm, self._room, registry, accepting, self._settle_backend)
+
+    def tell_of_resets(self, begin: Callable[[], Callable[[], None]]) -> None:
+        """Have resets of the prefix cache told; as the function of this name."""
+        tell_of_resets(self._llm, begin)
 
     def load(self) -> Load:
         """How busy the engine is now."""

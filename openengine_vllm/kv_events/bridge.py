@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,23 @@ class KvBridge:
     def news(self) -> asyncio.Event:
         """Set at the next batch of any rank; read it before looking for batches."""
         return self._news
+
+    def emptying(self) -> Callable[[], None]:
+        """A reset of all ranks' caches begins; call the result once they are known to be empty.
+
+        One reset at a time: its end, or that it has failed, comes before the next one begins.
+        """
+        clears = [(rank, rank.feed.mirror.next_clear) for rank in self.ranks.values()]
+
+        def emptied() -> None:
+            if self._context.closed:
+                return
+            for rank, clear in clears:
+                if rank.feed.emptied(clear, time.time_ns()):
+                    rank.republisher.publish()
+            self.wake()
+
+        return emptied
 
     async def reached(self, seconds: float) -> None:
         """Wait until every publisher has been reached once, for some seconds at the most."""

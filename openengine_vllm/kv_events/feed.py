@@ -3,7 +3,8 @@
 What the publisher sends and what its replay socket answers goes in, in whatever order and shape;
 out comes a log of batches numbered without a hole, and the mirror of what is live after the last
 of them. Numbers are the publisher's own until it restarts or loses some for good; then they go
-on from the last, and the first batch after that begins with AllBlocksCleared.
+on from the last, and the first batch after that begins with AllBlocksCleared. They also go on by
+one where the cache is known to be empty before the publisher says so, which makes a batch.
 """
 
 from __future__ import annotations
@@ -194,6 +195,21 @@ class RankFeed:
             return
         self._give_up()
 
+    def emptied(self, clear: int, time_ns: int) -> bool:
+        """A reset of the cache has succeeded.
+
+        Args:
+            clear: the mirror's ``next_clear`` before the reset, one reset after the other.
+            time_ns: nanoseconds since 1970.
+
+        Returns:
+            Whether there is a batch that says so, ahead of the publisher.
+        """
+        if not self.mirror.foretell(clear) or self.log.first is None:
+            return False
+        self._put(time_ns, [wire.ALL_BLOCKS_CLEARED])
+        return True
+
     def snapshot(self) -> Snapshot | None:
         """What is live after the last batch in the log; None before any."""
         if self.log.first is None:
@@ -255,11 +271,13 @@ class RankFeed:
             self.mirror.clear()
             events = [wire.ALL_BLOCKS_CLEARED]
         events += self._changes(batch)
-        self._time_ns = batch.time_ns
-        data = wire.batch(self.log.next, batch.time_ns, self.rank, events)
-        self.log.append(wire.response(data))
-        self.counts.batches += 1
+        self._put(batch.time_ns, events)
         return True
+
+    def _put(self, time_ns: int, events: list[bytes]) -> None:
+        self._time_ns = time_ns
+        self.log.append(wire.response(wire.batch(self.log.next, time_ns, self.rank, events)))
+        self.counts.batches += 1
 
     def _changes(self, batch: Batch) -> list[bytes]:
         counts, mirror = self.counts, self.mirror

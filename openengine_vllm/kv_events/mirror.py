@@ -31,6 +31,8 @@ class Mirror:
         """Events left out because their extra keys cannot be passed on."""
         self.unknown_removals = 0
         """Removed hashes that were not live."""
+        self._clears = 0
+        self._foretold = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._groups.values()))
@@ -42,23 +44,61 @@ class Mirror:
         """
         return {place: group.copy() for place, group in self._groups.items()}
 
+    @property
+    def next_clear(self) -> int:
+        """Counts the publisher's AllBlocksCleared: the one of a reset that begins now."""
+        return max(self._clears, self._foretold) + 1
+
+    def foretell(self, clear: int) -> bool:
+        """A reset has succeeded: everything that the publisher says before its clear is over.
+
+        That may still be to come, and so may be events from before the reset; they and the
+        clear change nothing then.
+
+        Args:
+            clear: :attr:`next_clear` before the reset, one reset after the other.
+
+        Returns:
+            Whether the clear has yet to come; if so, everything is forgotten.
+        """
+        if self._clears >= clear:
+            return False
+        self._foretold = clear
+        self._forget()
+        return True
+
     def clear(self) -> None:
-        """Forget everything."""
-        self._groups.clear()
-        self._copies.clear()
+        """Forget everything, for what the publisher said is lost, clears perhaps among it."""
+        self._clears = self.next_clear
+        self._forget()
 
     def apply(self, events: Sequence[Any]) -> list[bytes]:
         """Follow a batch's events; returns what changed, as parts of a batch."""
         changes: list[bytes] = []
+        if self._clears < self._foretold:
+            events = self._after_foretold(events)
         for event in events:
             if isinstance(event, STORED):
                 self._store(event, changes)
             elif isinstance(event, REMOVED):
                 self._remove(event, changes)
             else:
-                self.clear()
+                self._clears += 1
+                self._forget()
                 changes.append(wire.ALL_BLOCKS_CLEARED)
         return changes
+
+    def _after_foretold(self, events: Sequence[Any]) -> Sequence[Any]:
+        for index, event in enumerate(events):
+            if not isinstance(event, STORED + REMOVED):
+                self._clears += 1
+                if self._clears == self._foretold:
+                    return events[index + 1 :]
+        return ()
+
+    def _forget(self) -> None:
+        self._groups.clear()
+        self._copies.clear()
 
     def _store(self, event: Any, changes: list[bytes]) -> None:
         keys = b""

@@ -226,6 +226,9 @@ class ScriptedEngine:
     def share(self, *_: object) -> None:
         """Nobody else comes."""
 
+    def tell_of_resets(self, *_: object) -> None:
+        """Nobody resets its cache."""
+
     async def probe(self) -> None:
         """Answer a probe."""
         self.probes += 1

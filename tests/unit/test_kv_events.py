@@ -17,7 +17,7 @@ from openengine_vllm.services.handlers import Handler
 from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.stalls import StallWatch
 from tests.support.calls import eventually
-from tests.support.kv_messages import removed, stored
+from tests.support.kv_messages import CLEARED, removed, stored
 from tests.support.kv_publisher import ScriptedPublisher, publishers
 from tests.unit.kv_service import KvService, kv_service
 from tests.unit.scripted_engine import serve_handlers
@@ -104,6 +104,30 @@ async def test_an_empty_set_is_a_snapshot_of_one_batch() -> None:
         subscription = await kv.subscribe(include_snapshot=True)
         [batch] = await subscription.read()
         assert (batch.sequence_number, len(batch.events)) == (1, 0)
+
+
+async def test_a_reset_is_told_at_once_and_everywhere() -> None:
+    """On every rank, and to those who come later."""
+    async with (
+        publishers(2) as made,
+        kv_service([publisher.described() for publisher in made]) as kv,
+    ):
+        subscription = await kv.subscribe(include_snapshot=True)
+        for publisher in made:
+            await publish(kv, publisher, 2)
+        await subscription.read(4)
+        kv.bridge.emptying()  # One that fails is not told.
+        kv.bridge.emptying()()
+        cleared = await subscription.read(2)
+        assert [(b.data_parallel_rank, b.sequence_number) for b in cleared] == [(0, 2), (1, 2)]
+        assert not subscription.set.blocks
+        [snapshot] = await (await kv.subscribe(0, include_snapshot=True)).read()
+        assert (snapshot.sequence_number, len(snapshot.events)) == (2, 0)
+        made[1].publish(CLEARED, stored([8]))
+        [batch] = await subscription.read()
+        assert (batch.data_parallel_rank, batch.sequence_number, len(batch.events)) == (1, 3, 1)
+        assert numbers(await (await kv.subscribe(1, start_sequence_number=1)).read(3)) == [1, 2, 3]
+    kv.bridge.emptying()()  # HTTP may outlive the bridge.
 
 
 async def test_all_subscribers_get_the_same_bytes() -> None:

@@ -319,6 +319,116 @@ def test_events_left_out_are_counted() -> None:
     assert (feed.counts.malformed_events, feed.counts.unknown_events) == (1, 1)
 
 
+def test_a_reset_is_told_before_the_publisher_tells_it() -> None:
+    feed, publisher = new_feed(), Publisher()
+    live(feed, *publisher.blocks(2))
+    assert feed.emptied(feed.mirror.next_clear, 5)
+    assert (out(feed)[-1], len(feed.mirror)) == ((2, [-1]), 0)
+    assert parse(feed.log.read(2, 1)[0]).timestamp_unix_nanos == 5
+    live(feed, publisher.send(CLEARED, stored([7])), *publisher.blocks(1))
+    assert out(feed)[3:] == [(3, [7]), (4, [3])]
+    answer(feed, publisher)
+    assert (len(out(feed)), feed.counts.restarts) == (5, 0)
+
+
+def test_what_was_stored_before_a_reset_does_not_come_back() -> None:
+    feed, publisher = new_feed(), Publisher()
+    live(feed, *publisher.blocks(1))
+    late = [*publisher.blocks(2), publisher.send(removed([0]), stored([8]), CLEARED, stored([9]))]
+    assert feed.emptied(feed.mirror.next_clear, 0)
+    live(feed, *late)
+    assert out(feed) == [(0, [0]), (1, [-1]), (2, []), (3, []), (4, [9])]
+    assert feed.mirror.unknown_removals == 0
+
+
+def test_a_reset_that_the_publisher_has_told_already_changes_nothing() -> None:
+    feed, publisher = new_feed(), Publisher()
+    live(feed, *publisher.blocks(1))
+    clear = feed.mirror.next_clear
+    live(feed, publisher.send(CLEARED, stored([7])))
+    assert not feed.emptied(clear, 0)
+    assert out(feed) == [(0, [0]), (1, [-1, 7])]
+    assert len(feed.mirror) == 1
+
+
+def test_resets_one_after_the_other() -> None:
+    feed, publisher = new_feed(), Publisher()
+    live(feed, *publisher.blocks(1))
+    for _ in range(2):
+        assert feed.emptied(feed.mirror.next_clear, 0)
+    live(feed, publisher.send(CLEARED, stored([7]), CLEARED, stored([8])), publisher.send(CLEARED))
+    assert out(feed) == [(0, [0]), (1, [-1]), (2, [-1]), (3, [8]), (4, [-1])]
+
+
+def test_a_reset_before_the_first_batch_has_come_makes_none() -> None:
+    feed, publisher = new_feed(), Publisher()
+    late = publisher.send(stored([1]))
+    assert not feed.emptied(feed.mirror.next_clear, 0)
+    live(feed, late, publisher.send(CLEARED, stored([2])))
+    assert out(feed) == [(0, []), (1, [2])]
+
+
+def test_batches_lost_around_a_reset_may_have_held_its_clear() -> None:
+    feed, publisher = new_feed(), Publisher()
+    live(feed, *publisher.blocks(1))
+    assert feed.emptied(feed.mirror.next_clear, 0)
+    publisher.send(CLEARED, stored([7]))
+    live(feed, *publisher.blocks(1))
+    silence(feed)
+    live(feed, *publisher.blocks(1))
+    assert out(feed)[2:] == [(2, [-1, 2]), (3, [3])]
+    clear = feed.mirror.next_clear
+    publisher.send(CLEARED)
+    live(feed, *publisher.blocks(1))
+    silence(feed)
+    assert not feed.emptied(clear, 0)
+    assert out(feed)[4:] == [(4, [-1, 5])]
+
+
+@given(st.lists(st.sampled_from(["step", "deliver", "begin", "end", "refuse"]), max_size=60))
+def test_whenever_resets_are_told_the_set_is_exact(script: list[str]) -> None:
+    """Batches and the answers to resets overtake each other; one clear goes out for each reset."""
+    feed, publisher, reader = new_feed(), Publisher(), BlockSet()
+    live(feed, publisher.send())
+    queued: list[Any] = []
+    on_the_way: list[tuple[int, bytes]] = []
+    # One block follows from the one before, as long as that is live.
+    live_blocks: list[int] = []
+    reset: int | None = None
+    resets = clears = 0
+    cursor = feed.log.cursor_at(0)
+    assert cursor is not None
+    for index, step in enumerate([*script, "end", "step", *["deliver"] * len(script), "deliver"]):
+        is_empty = False
+        if step == "step":
+            queued.append(stored([index + 1], live_blocks[-1] if live_blocks else None))
+            live_blocks.append(index + 1)
+            on_the_way.append(publisher.send(*queued))
+            queued = []
+        elif step == "deliver" and on_the_way:
+            live(feed, on_the_way.pop(0))
+        elif step in ("begin", "refuse") and reset is None:
+            clear = feed.mirror.next_clear
+            if step == "begin":
+                reset = clear
+                resets += 1
+                queued.append(CLEARED)
+                live_blocks = []
+        elif step == "end" and reset is not None:
+            feed.emptied(reset, 0)
+            reset, is_empty = None, not live_blocks
+        for data in cursor.read(100):
+            batch = parse(data)
+            reader.apply(batch)
+            clears += sum(event.HasField("all_blocks_cleared") for event in batch.events)
+        if is_empty:
+            assert not reader.blocks
+    assert not on_the_way
+    assert {key[2] for key in reader.blocks} == {n.to_bytes(8, "big") for n in live_blocks}
+    assert clears == resets
+    assert len(feed.log) == feed.log.next
+
+
 def test_a_snapshot_is_of_one_number() -> None:
     feed = new_feed()
     assert feed.snapshot() is None

@@ -16,7 +16,7 @@ from openengine_vllm.kv_events.settings import BridgeSettings
 from openengine_vllm.kv_events.source import END
 from openengine_vllm.protocol import v1 as pb
 from tests.support.calls import eventually
-from tests.support.kv_messages import stored
+from tests.support.kv_messages import CLEARED, stored
 from tests.support.kv_publisher import publishers
 from tests.unit.kv_service import kv_service
 
@@ -124,6 +124,38 @@ async def test_numbers_do_not_begin_again_when_the_publisher_does() -> None:
         await eventually(lambda: kv.feed().log.next == 4, "the bridge has the batch")
         frames = await replay(kv.bridge.ranks[0].republisher.replay_endpoint, bytes(8))
         assert [int.from_bytes(message[2], "big") for message in frames] == [0, 1, 2, 3]
+
+
+async def test_a_reset_is_told_at_once() -> None:
+    async with publishers() as [publisher], kv_service([publisher.described()]) as kv:
+        republisher = kv.bridge.ranks[0].republisher
+        subscription = await kv.subscribe()
+        async with (
+            connected(zmq.SUB, republisher.endpoint) as receiver,
+            asyncio.timeout(20),
+        ):
+            reading = asyncio.ensure_future(receiver.receive())
+            while not reading.done():
+                publisher.publish(stored([publisher.next]))
+                await subscription.read()
+                await asyncio.sleep(0)
+            last = await reading
+            while int.from_bytes(last[1], "big") < publisher.next - 1:
+                last = await receiver.receive()
+            kv.bridge.emptying()()
+            await subscription.read()
+            publisher.publish(CLEARED, stored([publisher.next]))
+            await subscription.read()
+            live = [await receiver.receive() for _ in range(2)]
+        batches = [pb.KvEventBatch.FromString(frames[2]) for frames in live]
+        assert batches == subscription.batches[-2:]
+        assert [int.from_bytes(frames[1], "big") for frames in live] == [
+            publisher.next - 1,
+            publisher.next,
+        ]
+        assert batches[0].events[0].HasField("all_blocks_cleared")
+        missed = await replay(republisher.replay_endpoint, bytes(8))
+        assert [pb.KvEventBatch.FromString(frames[3]) for frames in missed] == subscription.batches
 
 
 async def test_ports_count_up_by_rank() -> None:
