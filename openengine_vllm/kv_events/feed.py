@@ -17,7 +17,9 @@ import structlog
 from openengine_vllm.kv_events import wire
 from openengine_vllm.kv_events.decode import MAX_PAYLOAD_BYTES, Batch, UndecodableError, decode
 from openengine_vllm.kv_events.mirror import Mirror, parents_first
+from openengine_vllm.kv_events.plain import PlainForm
 from openengine_vllm.kv_events.retained import RetainedBatches
+from openengine_vllm.protocol import v1 as pb
 
 _log = structlog.get_logger(__name__)
 
@@ -69,6 +71,8 @@ class Snapshot:
     def __init__(self, rank: int, number: int, time_ns: int, mirror: Mirror) -> None:
         self.rank = rank
         self.number = number
+        self.keyed = mirror.keyed((pb.STORAGE_MEDIUM_GPU, mirror.full_group))
+        """Of the GPU's blocks those that the mirror calls keyed."""
         self._time_ns = time_ns
         self._blocks = mirror.blocks()
 
@@ -118,6 +122,8 @@ class RankFeed:
         """What readers get."""
         self.mirror = Mirror()
         """What is live after the last batch in the log."""
+        self.plain = PlainForm(self.log, self.mirror)
+        """The same for clients of the split revision."""
         self.counts = Counts()
         self.wants: int | None = 0
         """The number from which the replay socket should be asked; None for no need."""
@@ -207,7 +213,7 @@ class RankFeed:
         """
         if not self.mirror.foretell(clear) or self.log.first is None:
             return False
-        self._put(time_ns, [wire.ALL_BLOCKS_CLEARED])
+        self._put(time_ns, [wire.ALL_BLOCKS_CLEARED], frozenset())
         return True
 
     def snapshot(self) -> Snapshot | None:
@@ -271,12 +277,13 @@ class RankFeed:
             self.mirror.clear()
             events = [wire.ALL_BLOCKS_CLEARED]
         events += self._changes(batch)
-        self._put(batch.time_ns, events)
+        self._put(batch.time_ns, events, self.mirror.keyed_changes)
         return True
 
-    def _put(self, time_ns: int, events: list[bytes]) -> None:
+    def _put(self, time_ns: int, events: list[bytes], keyed: frozenset[bytes]) -> None:
         self._time_ns = time_ns
-        self.log.append(wire.response(wire.batch(self.log.next, time_ns, self.rank, events)))
+        data = wire.batch(self.log.next, time_ns, self.rank, events)
+        self.log.append(wire.response(data), keyed)
         self.counts.batches += 1
 
     def _changes(self, batch: Batch) -> list[bytes]:

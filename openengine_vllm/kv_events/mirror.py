@@ -14,6 +14,8 @@ from openengine_vllm.kv_events import wire
 from openengine_vllm.kv_events.decode import REMOVED, STORED
 
 _PAUSE_BLOCKS = 4096
+_FULL_ATTENTION = (None, "", "full_attention")
+"""Kinds of a group, one that is not told included."""
 
 Blocks: TypeAlias = dict[bytes, bytes]
 """Live blocks in the order they came: by its hash, a stored event of each alone, both as parts of
@@ -33,6 +35,17 @@ class Mirror:
         """Removed hashes that were not live."""
         self._clears = 0
         self._foretold = 0
+        self._keyed: dict[wire.Place, set[bytes]] = {}
+        self.keyed_changes: frozenset[bytes] = frozenset()
+        """Of the blocks in the last batch, those whose hash, or that of a block before them, holds
+        more than tokens and adapter: a salt, media. By :func:`wire.block_hash`."""
+        self.full_group = 0
+        """The first group of full attention, as far as blocks of it were stored."""
+        self._has_full_group = False
+
+    def keyed(self, place: wire.Place) -> frozenset[bytes]:
+        """Live blocks as in :attr:`keyed_changes`, of one medium and group."""
+        return frozenset(self._keyed.get(place, ()))
 
     def __len__(self) -> int:
         return sum(map(len, self._groups.values()))
@@ -75,6 +88,7 @@ class Mirror:
     def apply(self, events: Sequence[Any]) -> list[bytes]:
         """Follow a batch's events; returns what changed, as parts of a batch."""
         changes: list[bytes] = []
+        self.keyed_changes = frozenset()
         if self._clears < self._foretold:
             events = self._after_foretold(events)
         for event in events:
@@ -99,6 +113,7 @@ class Mirror:
     def _forget(self) -> None:
         self._groups.clear()
         self._copies.clear()
+        self._keyed.clear()
 
     def _store(self, event: Any, changes: list[bytes]) -> None:
         keys = b""
@@ -119,7 +134,10 @@ class Mirror:
             event.kv_cache_spec_kind,
             event.kv_cache_spec_sliding_window,
         )
+        self._note_group(place[1], event.kv_cache_spec_kind)
         group = self._groups.setdefault(place, {})
+        adapter_keys = None if event.lora_name is None else [event.lora_name]
+        keyed = self._keyed.get(place)
         parent = event.parent_block_hash
         if parent is not None:
             parent = wire.block_hash(parent)
@@ -127,6 +145,7 @@ class Mirror:
         run_hashes: list[bytes] = []
         run_tokens: list[bytes] = []
         run_keys: list[bytes] = []
+        new_keyed: list[bytes] = []
         end = 0
         for index, block in enumerate(map(wire.block_hash, event.block_hashes)):
             start, end = end, end + size
@@ -142,6 +161,14 @@ class Mirror:
                 if each_keys is not None:
                     keys = each_keys[index]
                     run_keys.append(keys)
+                    values = event.extra_keys[index]
+                    if values and values != adapter_keys and keyed is None:
+                        keyed = self._keyed[place] = set()
+                    if keyed is not None and (
+                        (values and values != adapter_keys) or parent in keyed
+                    ):
+                        keyed.add(block)
+                        new_keyed.append(block)
                 group[block] = wire.stored((block,), parent, packed, common, keys)
                 run_hashes.append(block)
                 run_tokens.append(packed)
@@ -150,6 +177,12 @@ class Mirror:
             changes.append(group[run_hashes[0]])
         elif run_hashes:
             changes.append(_chain(run_hashes, run_parent, run_tokens, common, run_keys))
+        if new_keyed:
+            self.keyed_changes |= set(new_keyed)
+
+    def _note_group(self, group: int, kind: str | None) -> None:
+        if kind in _FULL_ATTENTION and (not self._has_full_group or group < self.full_group):
+            self.full_group, self._has_full_group = group, True
 
     def _remove(self, event: Any, changes: list[bytes]) -> None:
         place = where, group_idx = wire.medium(event.medium), event.group_idx or 0
@@ -164,6 +197,9 @@ class Mirror:
                 gone.append(block)
             else:
                 self.unknown_removals += 1
+        if keyed := self._keyed.get(place):
+            self.keyed_changes |= keyed.intersection(gone)
+            keyed.difference_update(gone)
         if gone:
             changes.append(wire.removed(gone, where, group_idx))
 

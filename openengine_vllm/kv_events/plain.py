@@ -9,33 +9,58 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from openengine_vllm.kv_events.decode import Hash
+from openengine_vllm.kv_events import wire
+from openengine_vllm.kv_events.mirror import Mirror
+from openengine_vllm.kv_events.retained import RetainedBatches
 from openengine_vllm.protocol import v1 as pb
 
 _ENCODING = "decimal_int64"
 _INT64_BYTES = 8
+_KEPT = 256
+"""Batches that are made once for all who read them."""
 
 
-def plain_response(response: bytes, keyed: Collection[Hash], group: int) -> bytes:
-    """A SubscribeKvEventsResponse with a batch, in that form.
-
-    A batch of which nothing is left keeps its number.
+class PlainForm:
+    """One rank's batches in that form, made when they are first asked for.
 
     Args:
-        response: with hashes as the bridge writes them.
-        keyed: hashes of blocks to leave out, as the mirror has them.
-        group: the one that is told of.
+        log: what all readers get.
+        mirror: of the same rank.
     """
-    message = pb.SubscribeKvEventsResponse.FromString(response)
-    batch = message.batch
-    events = [event for event in batch.events if _reduce(event, keyed, group)]
-    if len(events) < len(batch.events):
-        del batch.events[:]
-        batch.events.extend(events)
-    return message.SerializeToString()
+
+    def __init__(self, log: RetainedBatches, mirror: Mirror) -> None:
+        self._log = log
+        self._mirror = mirror
+        self._made: dict[int, bytes] = {}
+
+    def batch(self, number: int, response: bytes) -> bytes:
+        """The batch of this number, of which ``response`` is the full form."""
+        made = self._made.get(number)
+        if made is None:
+            made = self.reduced(response, self._log.keyed(number))
+            self._made[number] = made
+            if len(self._made) > _KEPT:
+                del self._made[next(iter(self._made))]
+        return made
+
+    def reduced(self, response: bytes, keyed: Collection[bytes]) -> bytes:
+        """A SubscribeKvEventsResponse with a batch, in that form.
+
+        A batch of which nothing is left keeps its number.
+
+        Args:
+            keyed: of its blocks those to leave out.
+        """
+        message = pb.SubscribeKvEventsResponse.FromString(response)
+        batch, group = message.batch, self._mirror.full_group
+        events = [event for event in batch.events if _reduce(event, keyed, group)]
+        if len(events) < len(batch.events):
+            del batch.events[:]
+            batch.events.extend(events)
+        return message.SerializeToString()
 
 
-def _reduce(event: pb.KvEvent, keyed: Collection[Hash], group: int) -> bool:
+def _reduce(event: pb.KvEvent, keyed: Collection[bytes], group: int) -> bool:
     """Bring an event into the form; false when nothing is left of it."""
     kind = event.WhichOneof("event")
     if kind == "block_stored":
@@ -73,7 +98,7 @@ def _is_told(medium: pb.StorageMedium.ValueType, group_idx: int, group: int) -> 
     return medium == pb.STORAGE_MEDIUM_GPU and group_idx == group
 
 
-def _count_plain(stored: pb.BlockStored, keyed: Collection[Hash]) -> int:
+def _count_plain(stored: pb.BlockStored, keyed: Collection[bytes]) -> int:
     if keyed:
         for index, block_hash in enumerate(stored.block_hashes):
             if _hash(block_hash) in keyed:
@@ -81,9 +106,9 @@ def _count_plain(stored: pb.BlockStored, keyed: Collection[Hash]) -> int:
     return len(stored.block_hashes)
 
 
-def _hash(block_hash: pb.KvBlockHash) -> Hash:
-    value = block_hash.value
-    return int.from_bytes(value, "big") if block_hash.encoding == "int64" else value
+def _hash(block_hash: pb.KvBlockHash) -> bytes:
+    data = block_hash.SerializeToString()
+    return wire.varint(len(data)) + data
 
 
 def _rewrite(block_hash: pb.KvBlockHash) -> None:

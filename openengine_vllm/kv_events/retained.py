@@ -24,6 +24,7 @@ class RetainedBatches:
         self.most = most
         self._most_bytes = most_bytes
         self._batches: dict[int, bytes] = {}
+        self._keyed: dict[int, frozenset[bytes]] = {}
         self._bytes = 0
         self.first: int | None = None
         """The number of the first batch ever; None before it."""
@@ -40,8 +41,18 @@ class RetainedBatches:
         if self.first is None:
             self.oldest = self.next = number
 
-    def append(self, batch: bytes) -> None:
-        """Keep one more batch, under the next number."""
+    def keyed(self, number: int) -> frozenset[bytes]:
+        """What was kept beside the batch of this number."""
+        return self._keyed.get(number, frozenset())
+
+    def append(self, batch: bytes, keyed: frozenset[bytes] = frozenset()) -> None:
+        """Keep one more batch, under the next number.
+
+        Args:
+            keyed: of its blocks those that the mirror calls keyed.
+        """
+        if keyed:
+            self._keyed[self.next] = keyed
         if self.first is None:
             self.first = self.next
         self._batches[self.next] = batch
@@ -51,6 +62,7 @@ class RetainedBatches:
             self._bytes > self._most_bytes and len(self._batches) > 1
         ):
             dropped = self._batches.pop(self.oldest)
+            self._keyed.pop(self.oldest, None)
             self._bytes -= len(dropped) + _BATCH_OVERHEAD_BYTES
             self.oldest += 1
 

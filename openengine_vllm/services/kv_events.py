@@ -7,7 +7,7 @@ get the same bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from openengine_vllm.events import FellBehindError
 from openengine_vllm.kv_events.bridge import KvBridge, Rank
@@ -74,32 +74,35 @@ class KvEventsService:
         return pb.GetKvEventSourcesResponse(sources=own)
 
     async def subscribe_plain(self, request: pb.SubscribeKvEventsRequest, context: Context) -> None:
-        """Control's SubscribeKvEvents: what such clients can read."""
-        await self.subscribe(request, context)
+        """Control's SubscribeKvEvents: the same in the form that its clients can read."""
+        await self._stream(request, context, plain=True)
 
     async def subscribe(self, request: pb.SubscribeKvEventsRequest, context: Context) -> None:
         """Stream batches, until the caller leaves or the server stops."""
+        await self._stream(request, context, plain=False)
+
+    async def _stream(
+        self, request: pb.SubscribeKvEventsRequest, context: Context, *, plain: bool
+    ) -> None:
         self._check()
         bridge = self._bridge
         if bridge is None:
             raise errors.feature_off("KV events are switched off")
         ranks = self._ranks(request.data_parallel_ranks)
-        starts = [_start(rank.feed, request) for rank in ranks]
-        cursors = [cursor for _, cursor in starts]
+        readers = [_Reader(rank.feed, request, plain) for rank in ranks]
         writer = self._stalls.open(context, "SubscribeKvEvents")
         try:
             await context.send_initial_metadata(())
             error: errors.OpenEngineError | None
             try:
-                for snapshot, _ in starts:
-                    if snapshot is not None:
-                        await self._send_snapshot(snapshot, writer)
-                await self._follow(bridge, cursors, writer)
+                for reader in readers:
+                    await self._send_snapshot(reader, writer)
+                await self._follow(bridge, readers, writer)
                 error = self._end_error
             except FellBehindError:
                 error = errors.overloaded("the subscriber is behind the batches that are kept")
             if error is not None:
-                await writer.write([_failure(error)])
+                await writer.write([_failure(error, detailed=not plain)])
         except asyncio.CancelledError:
             if not writer.stalled:
                 raise
@@ -115,8 +118,8 @@ class KvEventsService:
             if self._bridge is not None:
                 self._bridge.wake()
 
-    async def _send_snapshot(self, snapshot: Snapshot, writer: StreamWriter) -> None:
-        responses = snapshot.responses()
+    async def _send_snapshot(self, reader: _Reader, writer: StreamWriter) -> None:
+        responses = reader.snapshot()
         while True:
             async with self._snapshot_turn:
                 try:
@@ -128,13 +131,13 @@ class KvEventsService:
                 await writer.write((response,))
 
     async def _follow(
-        self, bridge: KvBridge, cursors: Sequence[BatchCursor], writer: StreamWriter
+        self, bridge: KvBridge, readers: Sequence[_Reader], writer: StreamWriter
     ) -> None:
         while True:
             news = bridge.news
             sent = False
-            for cursor in cursors:
-                if responses := cursor.read(_READ_AT_ONCE):
+            for reader in readers:
+                if responses := reader.read():
                     sent = True
                     await writer.write(responses)
             if sent:
@@ -155,6 +158,47 @@ class KvEventsService:
                     )
         wanted = frozenset(asked or there)
         return [rank for number, rank in there.items() if number in wanted]
+
+
+class _Reader:
+    """One subscription's place in one rank.
+
+    Args:
+        plain: whether it gets the form of the split revision.
+
+    Raises:
+        OpenEngineError: the start is not retained, and no snapshot is allowed.
+    """
+
+    def __init__(self, feed: RankFeed, request: pb.SubscribeKvEventsRequest, plain: bool) -> None:
+        self._plain = feed.plain if plain else None
+        self._snapshot, self._cursor = _start(feed, request)
+
+    def snapshot(self) -> Iterator[bytes | None]:
+        """What it begins with; None stands for a moment to do something else."""
+        snapshot, plain, self._snapshot = self._snapshot, self._plain, None
+        if snapshot is None:
+            return
+        for response in snapshot.responses():
+            if response is None or plain is None:
+                yield response
+            else:
+                yield plain.reduced(response, snapshot.keyed)
+
+    def read(self) -> list[bytes]:
+        """Batches that it has not had; none when there are no others.
+
+        Raises:
+            FellBehindError: some are gone that it has not had.
+        """
+        if self._plain is None:
+            return self._cursor.read(_READ_AT_ONCE)
+        # One at a time: making it takes some microseconds a block.
+        responses = self._cursor.read(1)
+        if not responses:
+            return []
+        assert self._cursor.next is not None
+        return [self._plain.batch(self._cursor.next - 1, responses[0])]
 
 
 def _start(
@@ -180,5 +224,6 @@ def _start(
     )
 
 
-def _failure(error: errors.OpenEngineError) -> bytes:
-    return pb.SubscribeKvEventsResponse(error=errors.to_proto(error)).SerializeToString()
+def _failure(error: errors.OpenEngineError, *, detailed: bool) -> bytes:
+    told = errors.to_proto(error, detailed=detailed)
+    return pb.SubscribeKvEventsResponse(error=told).SerializeToString()
