@@ -17,6 +17,7 @@ from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.kv_events import KvEventsService
+from openengine_vllm.services.split import CONTROL
 from openengine_vllm.services.stalls import StallWatch
 from tests.support.kv_messages import BlockSet
 
@@ -104,7 +105,13 @@ async def kv_service(
         "SubscribeKvEvents": service.subscribe,
     }
     server = aio.server()
-    server.add_generic_rpc_handlers((service_handler(pb.SERVICE, handlers),))
+    control: dict[str, Handler] = {
+        "GetKvEventSources": service.grpc_sources,
+        "SubscribeKvEvents": service.subscribe_plain,
+    }
+    server.add_generic_rpc_handlers(
+        (service_handler(pb.SERVICE, handlers), service_handler(CONTROL, control))
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     bridge.start()
     target = f"127.0.0.1:{port}"
