@@ -11,6 +11,7 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -23,7 +24,7 @@ from tests.support.calls import eventually
 from tests.support.kv_bridge import connections, kv_bridge
 from tests.support.kv_messages import BlockSet, parse, removed, stored
 from tests.support.kv_publisher import ScriptedPublisher, publishers
-from tests.unit.kv_service import Subscription
+from tests.unit.kv_service import Subscription, kv_service
 from tests.unit.test_runtime_events import SMALL_WINDOW
 
 SUBSCRIBERS = 20
@@ -150,11 +151,11 @@ class Reader:
     """A subscriber that takes batches as bytes, so that many of them keep up."""
 
     def __init__(self, channel: aio.Channel, moved: asyncio.Event) -> None:
-        subscribe = channel.unary_stream(
+        subscribe: Any = channel.unary_stream(
             f"/{pb.SERVICE.full_name}/SubscribeKvEvents",
             request_serializer=pb.SubscribeKvEventsRequest.SerializeToString,
         )
-        self.call: Any = subscribe(pb.SubscribeKvEventsRequest())
+        self.call = subscribe(pb.SubscribeKvEventsRequest())
         self._moved = moved
         self.count = 0
         self.bytes = 0
@@ -251,3 +252,22 @@ async def test_one_that_never_reads() -> None:
             f"a full log, {most / 2**20:.0f} at the most"
         )
         assert most - full < ROOM_BYTES < readers[0].bytes
+
+
+async def test_what_has_piled_up_is_read_in_parts() -> None:
+    """Whatever else runs in the loop gets its turns between them."""
+    async with publishers() as [publisher], kv_service([publisher.described()]) as kv:
+        await publisher.subscribed()
+        tokens = [100_000] * (20 * 1024)
+        for number in range(40):
+            publisher.publish(stored([number], tokens=tokens, block_size=len(tokens)))
+        assert len(publisher.sent[0]) > 64 * 1024
+        # Long enough for all of them to arrive before the loop has its next turn.
+        time.sleep(0.5)  # noqa: ASYNC251
+        log = kv.feed().log
+        turns = [0]
+        while log.next < 40:
+            turns.append(log.next)
+            await asyncio.sleep(0)
+        turns.append(log.next)
+        assert max(after - before for before, after in pairwise(turns)) <= 2
