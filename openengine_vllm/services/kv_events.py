@@ -72,7 +72,7 @@ class KvEventsService:
         if bridge is None:
             raise errors.feature_off("KV events are switched off")
         ranks = self._ranks(request.data_parallel_ranks)
-        starts = [_start(rank.feed, request) for rank in ranks]
+        starts = [await self._start(rank.feed, request) for rank in ranks]
         cursors = [cursor for _, cursor in starts]
         writer = self._stalls.open(context, "SubscribeKvEvents")
         try:
@@ -102,6 +102,16 @@ class KvEventsService:
             self._end_error = error
             if self._bridge is not None:
                 self._bridge.wake()
+
+    async def _start(
+        self, feed: RankFeed, request: pb.SubscribeKvEventsRequest
+    ) -> tuple[Snapshot | None, BatchCursor]:
+        if not request.include_snapshot:
+            return _start(feed, request)
+        async with self._snapshot_turn:
+            start = _start(feed, request)
+            await asyncio.sleep(0)
+        return start
 
     async def _send_snapshot(self, snapshot: Snapshot, writer: StreamWriter) -> None:
         responses = snapshot.responses()
