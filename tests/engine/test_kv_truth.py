@@ -314,6 +314,7 @@ class Run:
         self._witness = witness
         self._chance = chance
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._more = asyncio.Event()
 
     async def run(self) -> None:
         """Make them all."""
@@ -327,10 +328,16 @@ class Run:
         async with self._room:
             await self._asking.cached_tokens(prompt, self._chance.randrange(1, 70))
             self.finished += 1
+            self._more.set()
+
+    async def until(self, finished: int) -> None:
+        """Wait until as many requests have finished."""
+        while self.finished < finished:
+            self._more.clear()
+            await self._more.wait()
 
     async def _reset_within(self, start: int) -> None:
-        after = start + self._chance.randrange(ROUND - AT_ONCE)
-        await eventually(lambda: self.finished > after, "some requests")
+        await self.until(start + self._chance.randrange(1, ROUND - AT_ONCE))
         assert await self._asking.reset(running=True)
         self.resets += 1
 
@@ -379,23 +386,22 @@ async def test_everybody_has_the_same_set_and_it_is_true(engines: EngineSlot) ->
         await subscribe(peer, first)
         over_zmq = await stack.enter_async_context(zmq_follower(peer))
         run = Run(asking, first, chance)
-        running = asyncio.ensure_future(run.run())
-        await first.reach(0)
-        await subscribe(peer, resuming)
         joined: list[Follower] = []
-        for index, moment in enumerate(sorted(chance.sample(range(REQUESTS), MOMENTS))):
-            while run.finished <= moment and not running.done():
-                await asyncio.sleep(0.02)
-            if index % 5 == 0:
-                await drop_off(peer, resuming, chance)
-            joined.append(await join(peer))
-            number = min(joined[-1].history)
-            for other in (first, resuming, over_zmq):
-                await other.reach(number)
-                assert other.history[number] == joined[-1].history[number]
-            if len(joined) > 3:
-                await joined[-4].leave()
-        await running
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run.run())
+            await first.reach(0)
+            await subscribe(peer, resuming)
+            for index, moment in enumerate(sorted(chance.sample(range(REQUESTS), MOMENTS))):
+                await run.until(moment)
+                if index % 5 == 0:
+                    await drop_off(peer, resuming, chance)
+                joined.append(await join(peer))
+                number = min(joined[-1].history)
+                for other in (first, resuming, over_zmq):
+                    await other.reach(number)
+                    assert other.history[number] == joined[-1].history[number]
+                if len(joined) > 3:
+                    await joined[-4].leave()
         last = await settled(peer, first)
         for other in (resuming, over_zmq, *joined[-3:]):
             await other.reach(last)
