@@ -52,7 +52,7 @@ class Worker:
         """All that have been sent to it."""
         self._index = index
         self._instance_id = ""
-        self._next: dict[int, int] = {}
+        self.next_batch: dict[int, int] = {}
         """The number of the batch that each rank's cache in the index waits for."""
         self._pause = FIRST_PAUSE_SECONDS
 
@@ -87,7 +87,7 @@ class Worker:
         # the one that has just answered unseen: the connection would break.
         if info.instance_id != self._instance_id:
             self._index.remove(self.number)
-            self._next.clear()
+            self.next_batch.clear()
             self._instance_id = info.instance_id
         self.ranks = tuple(sorted(ranks))
         async with asyncio.TaskGroup() as group:
@@ -99,7 +99,7 @@ class Worker:
 
     async def _follow_rank(self, rank: int) -> None:
         subscription = self.client.subscribe_kv_events(
-            [rank], include_snapshot=True, start_sequence_number=self._next.get(rank, 0)
+            [rank], include_snapshot=True, start_sequence_number=self.next_batch.get(rank, 0)
         )
         async with aclosing(subscription) as responses:
             # All batches of a snapshot have the number of the last batch that is in it.
@@ -107,7 +107,7 @@ class Worker:
             async for response in responses:
                 batch = response.batch
                 number = batch.sequence_number
-                if number == self._next.get(rank):
+                if number == self.next_batch.get(rank):
                     snapshot = -1
                 elif is_first:
                     self._forget(rank)
@@ -121,13 +121,13 @@ class Worker:
                 except OutOfStepError as error:
                     self._forget(rank)
                     raise NotFollowedError(f"rank {rank}, batch {number}: {error}") from error
-                self._next[rank] = number + 1
+                self.next_batch[rank] = number + 1
                 self._pause = FIRST_PAUSE_SECONDS
         raise NotFollowedError("it ended the subscription")
 
     def _forget(self, rank: int) -> None:
         self._index.clear((self.number, rank))
-        self._next.pop(rank, None)
+        self.next_batch.pop(rank, None)
 
 
 def described(group: BaseExceptionGroup[Exception]) -> str:
