@@ -45,6 +45,9 @@ FLAGS = (
     "--enable-prefix-caching",
     "--enforce-eager",
 )
+# Two engines start at once.
+pytestmark = pytest.mark.timeout(600)
+
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
