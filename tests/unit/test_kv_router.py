@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Any
 
 import pytest
+from grpc import aio
 
 from examples.kv_router.__main__ import main
 from examples.kv_router.overlap import OutOfStepError, PrefixIndex
@@ -97,11 +98,12 @@ async def test_only_full_attention_on_the_accelerator_counts() -> None:
     index = await indexed(
         [
             stored([1], group_idx=1, kv_cache_spec_kind="sliding_window"),
-            stored([2], medium="CPU"),
             stored([3], group_idx=2),
+            stored([2], group_idx=2, medium="CPU"),
+            stored([3], group_idx=2, medium="CPU"),
             stored([4], group_idx=3),
         ],
-        [removed([4], group_idx=3)],
+        [removed([4], group_idx=3), removed([3], group_idx=2, medium="CPU")],
     )
     found = [bool(index.overlaps(prompt(value))) for value in (1, 2, 3, 4)]
     assert found == [False, False, True, False]
@@ -208,6 +210,7 @@ async def test_a_snapshot_in_place_of_the_next_batch_replaces_what_was_there() -
     "wrong",
     [
         [batch(6, 3)],
+        [batch(3, 3)],
         [batch(4, 3)],
         [batch(5, 3), batch(4, 4)],
         [batch(5, 3, parent=77)],
@@ -223,17 +226,20 @@ async def test_what_does_not_follow_is_not_believed(wrong: list[pb.KvEventBatch]
         assert [s.start_sequence_number for s in subscriptions(server)] == [0, 0]
 
 
-async def test_another_instance_begins_anew() -> None:
+@pytest.mark.parametrize("first", [[], [batch(0, 2)]])
+async def test_another_instance_begins_anew(first: list[pb.KvEventBatch]) -> None:
     async with workers(1) as [server]:
-        plays(server, [batch(4, 1)], [batch(0, 2)])
+        plays(server, [batch(4, 1)], first)
 
         async def restarted(request: object, context: Context) -> pb.EngineInfo:
             return engine_info(f"instance-{len(subscriptions(server))}")
 
         server.scripts["GetEngineInfo"] = restarted
         async with Router([server.target]) as router:
-            await eventually(lambda: overlap(router, 2) == 1, "the new one's block")
-            assert overlap(router, 1) == 0
+            await eventually(lambda: len(subscriptions(server)) == 2, "the new one")
+            await eventually(lambda: overlap(router, 1) == 0, "the old one's block is forgotten")
+            await eventually(lambda: overlap(router, 2) == len(first), "the new one's block")
+            assert router.choose(prompt(1)).overlap == 0
         assert [s.start_sequence_number for s in subscriptions(server)] == [0, 0]
 
 
@@ -275,6 +281,9 @@ async def test_no_subscription_outlives_the_router() -> None:
             await asyncio.wait_for(server.cancelled.wait(), 20)
         with pytest.raises(NoWorkerError):
             router.choose([1])
+        for worker in router.workers:
+            with pytest.raises(aio.UsageError, match="closed"):
+                await worker.client.health()
 
 
 async def test_the_longest_overlap_wins_and_then_the_least_load() -> None:
