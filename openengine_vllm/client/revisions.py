@@ -37,6 +37,8 @@ CHOICES: Final = (AUTO, *REVISIONS)
 
 Metadata = tuple[tuple[str, str], ...]
 
+_AWAY: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
 _Request_contra = TypeVar("_Request_contra", bound=Message, contravariant=True)
 _Response_co = TypeVar("_Response_co", bound=Message, covariant=True)
 _Request = TypeVar("_Request", bound=Message)
@@ -172,8 +174,9 @@ class Speaker:
 
     Where it is not told, it asks once, before the first call that gets an answer: GetEngineInfo,
     which every server of the contract has. Only an UNIMPLEMENTED that no EngineError comes with
-    means that there is no such service; a server that is away or starting is asked again, and
-    until then spoken to in the contract's revision, which its own error then answers.
+    means that there is no such service. A server that is away is asked again by the next call,
+    and so is one with another error that could be a proxy's; that one is spoken to in the
+    contract's revision until then.
 
     Args:
         channel: the connection.
@@ -206,8 +209,8 @@ class Speaker:
         """What to call. ``deadline`` is in seconds on the event loop's clock.
 
         Raises:
-            AioRpcError: the server did not answer the question in time.
-            TimeoutError: nor those of other calls that were first.
+            AioRpcError: the server is away, or did not answer the question in time.
+            TimeoutError: the time was over before it could be asked.
         """
         if self._chosen is not None:
             return self._chosen
@@ -243,9 +246,9 @@ class Speaker:
             if _unknown_method(error):
                 self._chosen = self._split
                 return self._chosen
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise
             if not _has_engine_error(error):
+                if error.code() in _AWAY:
+                    raise
                 return self._contract
         self._chosen = self._contract
         self._proven = True
