@@ -51,7 +51,7 @@ class NotInRevisionError(OpenEngineError):
     def __init__(self, rpc: str, revision: str) -> None:
         super().__init__(
             pb.ERROR_CODE_UNSUPPORTED_FEATURE,
-            f"the {revision} revision of the schema has no {rpc}",
+            f"the {revision} revision has no {rpc}",
             details={"rpc": rpc},
             status=grpc.StatusCode.UNIMPLEMENTED,
         )

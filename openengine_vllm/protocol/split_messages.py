@@ -71,7 +71,7 @@ def split_generate_request(request: pb.GenerateRequest) -> split.GenerateRequest
     """
     if request.metadata:
         raise errors.unsupported_option(
-            "metadata", "the split revision of the schema has no place for metadata"
+            "metadata", "the split revision has no place for metadata"
         )
     result = split.GenerateRequest()
     copy_shared(request, result)

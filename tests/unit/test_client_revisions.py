@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from openengine_vllm.client import (
     OpenEngineError,
     RequestFailed,
 )
+from openengine_vllm.client.commands import COMMANDS
 from openengine_vllm.client.revisions import CHOICES
 from openengine_vllm.protocol import errors, split
 from openengine_vllm.protocol import v1 as pb
@@ -26,6 +29,8 @@ from openengine_vllm.protocol.revision import CONTROL_NAME, INFERENCE_NAME, SERV
 from tests.support.calls import PATIENCE_SECONDS
 from tests.support.scripted import CONTRACT, SPLIT, Context, ScriptedServer, scripted_server
 from tests.unit.scripted_engine import serve
+from tests.unit.test_client_commands import run
+from tests.unit.top_screen import Time, shown
 
 QUESTION = f"/{SERVICE_NAME}/GetEngineInfo"
 
@@ -217,7 +222,7 @@ async def test_what_the_split_revision_has_not(server: ScriptedServer, revision:
             "Score": lambda: client.score(pb.ScoreRequest()),
         }
         for rpc, call in calls.items():
-            with pytest.raises(NotInRevisionError, match=f"split revision .* no {rpc}") as caught:
+            with pytest.raises(NotInRevisionError, match=f"split revision has no {rpc}") as caught:
                 await call()
             assert caught.value.code == pb.ERROR_CODE_UNSUPPORTED_FEATURE
             assert caught.value.status is StatusCode.UNIMPLEMENTED
@@ -447,3 +452,68 @@ async def test_a_deadline_holds_for_the_question_too(server: ScriptedServer) -> 
             contract.answer("GetEngineInfo", pb.EngineInfo())
             await client.health()
             assert client.revision == "openengine"
+
+
+# The commands.
+
+
+async def test_info_shows_what_was_spoken(server: ScriptedServer) -> None:
+    server.answer("GetServerInfo", split.ServerInfo(engine_name="other", schema_revision=1))
+    for arguments in ((), ("--revision", "split")):
+        result = await run("info", *arguments, "--target", server.target)
+        assert result.out.splitlines() == [
+            "revision: split",
+            "engine",
+            "  engine_name: other",
+            "  schema_revision: 1",
+        ]
+    result = await run("info", "--json", "--target", server.target)
+    assert json.loads(result.out)["revision"] == "split"
+    result = await run("info", "--revision", "openengine", "--target", server.target)
+    assert (result.code, result.out) == (1, "")
+
+
+@pytest.mark.parametrize("revision", ["split", "auto"])
+@pytest.mark.parametrize(
+    ("command", "rpc"), [("drain", "Drain"), ("events", "SubscribeRuntimeEvents")]
+)
+async def test_commands_that_the_split_revision_has_not(
+    server: ScriptedServer, command: str, rpc: str, revision: str
+) -> None:
+    result = await run(command, "--revision", revision, "--target", server.target)
+    assert (result.code, result.out) == (2, "")
+    assert f"the split revision has no {rpc}" in result.err
+    assert len(result.err.splitlines()) == 1
+    assert server.calls == ([QUESTION] if revision == "auto" else [])
+
+
+async def test_top_does_without_events(server: ScriptedServer) -> None:
+    server.answer("GetLoad", split.LoadInfo(running_requests=3))
+    server.answer("GetServerInfo", split.ServerInfo(engine_name="other"))
+    async with shown(server.target, Time()) as screen:
+        text = await screen.text()
+    assert " READY " in text
+    assert "requests   3 running" in text
+    assert "the split revision has no SubscribeRuntimeEvents" in text
+
+
+async def test_hashes_of_the_split_revision_are_readable(server: ScriptedServer) -> None:
+    block = split.KvBlockHash(value=b"-12", encoding="decimal_int64")
+    removed = split.BlockRemoved(block_hashes=[block], medium=split.STORAGE_MEDIUM_GPU)
+    batch = split.KvEventBatch(events=[split.KvEvent(block_removed=removed)])
+    server.stream("SubscribeKvEvents", split.SubscribeKvEventsResponse(batch=batch))
+    result = await run("kv-events", "--target", server.target)
+    assert result.out.endswith("removed medium=gpu blocks=-12\n")
+
+
+TALKING = sorted(COMMANDS.keys() - {"demo-model", "kv-bridge"})
+"""The commands that talk to a server."""
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_every_command_takes_the_revision(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    COMMANDS[name].add_arguments(parser)
+    needed = ["p"] if name == "generate" else []
+    assert parser.parse_args(needed).revision == "auto"
+    assert parser.parse_args([*needed, "--revision", "split"]).revision == "split"
