@@ -241,7 +241,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--batches", type=int, default=500, help="of 64 blocks (500)")
     parser.add_argument("--rounds", type=int, default=7, help="of the work alone (7)")
     parser.add_argument("--blocks", type=int, default=200_000, help="in the snapshot (200000)")
-    parser.add_argument("--way", type=int, default=5000, help="batches over the sockets (5000)")
+    parser.add_argument("--way", type=int, default=2000, help="batches over the sockets (2000)")
     parser.add_argument("--rate", type=int, default=500, help="batches/s for the latency (500)")
     args = parser.parse_args(argv)
     logs.configure("warning")
