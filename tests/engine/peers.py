@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
+import grpc
 from grpc import aio
 
 from openengine_vllm.client import Client, GenerateOptions, generate_request
@@ -46,7 +47,6 @@ SCORED_FLAGS = (
     *("--max-logprobs", "-1"),
     *("--scheduling-policy", "priority"),
     *("--max-num-seqs", str(SCORED_SLOTS)),
-    *("--kv-events-config", '{"enable_kv_cache_events": false}'),
     "--enable-prefix-caching",
     *ENGINE_FLAGS,
 )
@@ -151,12 +151,16 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def connected(server: ServerProcess) -> AsyncIterator[Peer]:
-    """A peer for the running event loop."""
-    async with (
-        aio.insecure_channel(server.target, options=client_options()) as channel,
-        Client(server.target) as client,
-    ):
+async def connected(
+    server: ServerProcess, credentials: grpc.ChannelCredentials | None = None
+) -> AsyncIterator[Peer]:
+    """A peer for the running event loop; with credentials over TLS."""
+    opened = (
+        aio.insecure_channel(server.target, options=client_options())
+        if credentials is None
+        else aio.secure_channel(server.target, credentials, options=client_options())
+    )
+    async with opened as channel, Client(server.target, credentials=credentials) as client:
         yield Peer(server, channel, OpenEngineStub(channel), client)
 
 

@@ -1,17 +1,21 @@
 """gRPC and vLLM's own HTTP server on one engine: in our process, and as a plugin in `vllm serve`.
 
-Three engines are started, and a fourth where one is killed in `vllm serve`.
+Our process serves both with mutual TLS. Two engines are started, and two more that are killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
+import ssl
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import aiohttp
 import grpc
@@ -29,6 +33,7 @@ from tests.support.calls import (
     eventually,
     standard_status,
 )
+from tests.support.certificates import Authority
 from tests.support.kv_messages import BlockSet
 from tests.support.models import model_dir
 from tests.support.processes import Footprint, engine_core, footprint
@@ -54,11 +59,21 @@ FLAGS = (
 )
 
 
+@functools.cache
+def authority() -> Authority:
+    """Who vouches for our process and its clients."""
+    return Authority(Path(tempfile.mkdtemp(prefix="oe-ca-")) / "ca")
+
+
 def own() -> contextlib.AbstractContextManager[ServerProcess]:
-    """A process of ours."""
+    """A process of ours, which takes no client without a certificate."""
+    key, certificate = authority().issue("server")
+    tls = ("--tls-cert", str(certificate), "--tls-key", str(key))
+    mutual = ("--tls-client-ca", str(authority().certificate))
     model = ("--model", str(model_dir("tiny_llama")))
     ports = ("--port", "0", "--http-port", "0", "--drain-timeout", str(DRAIN_SECONDS))
-    return start_server(*model, *ports, *FLAGS, VLLM_SERVER_DEV_MODE="1", VLLM_HOST_IP="127.0.0.1")
+    environment: Any = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    return start_server(*model, *ports, *tls, *mutual, *FLAGS, **environment)
 
 
 def stock() -> contextlib.AbstractContextManager[ServerProcess]:
@@ -186,8 +201,22 @@ async def stops_serving(both: Both) -> bool:
 
 @contextlib.asynccontextmanager
 async def connect(server: ServerProcess) -> AsyncIterator[Both]:
-    async with connected(server) as peer, aiohttp.ClientSession() as http:
-        yield Both(peer, http, "http://" + server.ready["http"])
+    if "--tls-cert" not in cast("list[str]", server.process.args):
+        async with connected(server) as peer, aiohttp.ClientSession() as http:
+            yield Both(peer, http, "http://" + server.ready["http"])
+        return
+    key, certificate = authority().issue("client")
+    credentials = grpc.ssl_channel_credentials(
+        authority().certificate.read_bytes(), key.read_bytes(), certificate.read_bytes()
+    )
+    context = ssl.create_default_context(cafile=str(authority().certificate))
+    context.load_cert_chain(certificate, key)
+    connector = aiohttp.TCPConnector(ssl=context)
+    async with (
+        connected(server, credentials) as peer,
+        aiohttp.ClientSession(connector=connector) as http,
+    ):
+        yield Both(peer, http, "https://" + server.ready["http"])
 
 
 @pytest.fixture
@@ -247,6 +276,22 @@ async def test_candidates_of_one_do_not_spoil_those_of_the_other(both: Both) -> 
         wanted = alone[index % len(kinds)]
         for row, wanted_row in zip(rows, wanted, strict=True):
             assert row == pytest.approx(wanted_row, abs=1e-3)
+
+
+async def test_no_client_without_a_certificate(server: ServerProcess, both: Both) -> None:
+    address = server.ready["http"]
+    if both.url.startswith("http://"):
+        async with both.http.get(f"{both.url}/health") as response:
+            assert response.status == 200
+        return
+    context = ssl.create_default_context(cafile=str(authority().certificate))
+    for url in (f"https://{address}/health", f"http://{address}/health"):
+        connector = aiohttp.TCPConnector(ssl=context)
+        async with aiohttp.ClientSession(connector=connector) as http:
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(url)
+    async with both.http.get(f"{both.url}/health") as response:
+        assert response.status == 200
 
 
 async def test_guides_of_both(both: Both) -> None:

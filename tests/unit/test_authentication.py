@@ -20,12 +20,17 @@ from openengine_vllm.client import Client, OpenEngineError
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import client_options
 from openengine_vllm.protocol.errors import STATUS_DETAILS_KEY
+from openengine_vllm.services.reflection import DESCRIPTORS
 from tests.support.calls import standard_status
 from tests.unit.live_server import LiveServer, live_server
 from tests.unit.scripted_engine import request
 
 KEY = "the-secret-key"
-METHODS = {method.name: method for method in pb.SERVICE.methods}
+METHODS = {
+    f"{name}/{method.name}": method
+    for name, service in DESCRIPTORS.items()
+    for method in service.methods
+}
 SERVING = health_pb2.HealthCheckResponse.SERVING
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 BOUND = 60
@@ -71,7 +76,7 @@ MALFORMED = b"\xff"
 
 
 async def call(channel: aio.Channel, method: MethodDescriptor, metadata: Metadata) -> StatusCode:
-    path = f"/{pb.SERVICE.full_name}/{method.name}"
+    path = f"/{method.containing_service.full_name}/{method.name}"
     if method.server_streaming:
         streaming: aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
         stream = streaming(MALFORMED, metadata=metadata, timeout=BOUND)
@@ -218,7 +223,7 @@ async def test_an_open_server_is_warned_of_once(
 ) -> None:
     async with live_server(*flags) as server, aio.insecure_channel(server.address) as channel:
         for _ in range(2):
-            await call(channel, METHODS["Health"], ())
+            await call(channel, METHODS["openengine.v1.OpenEngine/Health"], ())
     written = "".join(capsys.readouterr())
     assert written.count("anyone who can reach the address can use the engine") == warned
     assert KEY not in written
