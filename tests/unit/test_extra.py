@@ -13,7 +13,7 @@ from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import split
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.errors import OpenEngineError
-from tests.unit.test_split_messages import FACTS
+from tests.unit.scripted_engine import FACTS
 
 REASONING = replace(FACTS, thinking_budget=True)
 

@@ -11,7 +11,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.requests import GenerationPlan, plan_generation
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import split, split_messages
@@ -19,6 +18,7 @@ from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.errors import OpenEngineError
 from openengine_vllm.protocol.translation import unchanged
 from tests.support.random_messages import messages
+from tests.unit.scripted_engine import FACTS
 
 CHANGED = {
     "EngineError",
@@ -31,16 +31,6 @@ CHANGED = {
     "SubscribeKvEventsResponse",
 }
 """What both have and do not define alike; two of them only for the EngineError in them."""
-FACTS = ModelFacts(
-    served_names=("model",),
-    max_model_len=1000,
-    vocab_size=1000,
-    has_tokenizer=True,
-    generates=True,
-    prefix_caching=True,
-    priority_scheduling=True,
-    data_parallel_ranks=(0,),
-)
 
 
 def of(module: Any) -> dict[str, type[Message]]:
