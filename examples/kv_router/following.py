@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 from examples.kv_router.overlap import OutOfStepError, PrefixIndex
 from openengine_vllm.client import Client, OpenEngineError
+from openengine_vllm.protocol import v1 as pb
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
@@ -101,29 +102,38 @@ class Worker:
         subscription = self.client.subscribe_kv_events(
             [rank], include_snapshot=True, start_sequence_number=self.next_batch.get(rank, 0)
         )
-        async with aclosing(subscription) as responses:
-            # All batches of a snapshot have the number of the last batch that is in it.
-            is_first, snapshot = True, -1
-            async for response in responses:
-                batch = response.batch
-                number = batch.sequence_number
-                if number == self.next_batch.get(rank):
-                    snapshot = -1
-                elif is_first:
-                    self._forget(rank)
-                    snapshot = number
-                elif number != snapshot:
-                    self._forget(rank)
-                    raise NotFollowedError(f"rank {rank} sent batch {number} out of turn")
-                is_first = False
-                try:
-                    self._index.apply(self.number, batch)
-                except OutOfStepError as error:
-                    self._forget(rank)
-                    raise NotFollowedError(f"rank {rank}, batch {number}: {error}") from error
-                self.next_batch[rank] = number + 1
-                self._pause = FIRST_PAUSE_SECONDS
+        # All batches of a snapshot have the number of the last batch that is in it.
+        is_first, snapshot = True, -1
+        try:
+            async with aclosing(subscription) as responses:
+                async for response in responses:
+                    batch = response.batch
+                    number = batch.sequence_number
+                    if number == self.next_batch.get(rank):
+                        snapshot = -1
+                    elif is_first:
+                        self._forget(rank)
+                        snapshot = number
+                    elif number != snapshot:
+                        self._forget(rank)
+                        raise NotFollowedError(f"rank {rank} sent batch {number} out of turn")
+                    is_first = False
+                    self._apply(rank, batch)
+        finally:
+            if snapshot >= 0:
+                # Only the batch after a snapshot says that it was whole.
+                self._forget(rank)
         raise NotFollowedError("it ended the subscription")
+
+    def _apply(self, rank: int, batch: pb.KvEventBatch) -> None:
+        number = batch.sequence_number
+        try:
+            self._index.apply(self.number, batch)
+        except OutOfStepError as error:
+            self._forget(rank)
+            raise NotFollowedError(f"rank {rank}, batch {number}: {error}") from error
+        self.next_batch[rank] = number + 1
+        self._pause = FIRST_PAUSE_SECONDS
 
     def _forget(self, rank: int) -> None:
         self._index.clear((self.number, rank))

@@ -199,11 +199,24 @@ async def test_a_broken_subscription_goes_on_with_the_next_number() -> None:
 
 async def test_a_snapshot_in_place_of_the_next_batch_replaces_what_was_there() -> None:
     async with workers(1) as [server]:
-        plays(server, [batch(4, 1)], [batch(9, 2), batch(9, 3, parent=2), batch(10, 4)])
+        plays(
+            server,
+            [batch(3), batch(4, 1)],
+            [batch(9, 2), batch(9, 3, parent=2), batch(10, 4)],
+        )
         async with Router([server.target]) as router:
             await eventually(lambda: overlap(router, 4) == 1, "the last block")
             assert overlap(router, 1) == 0
             assert overlap(router, 2, 3) == 2
+        assert [s.start_sequence_number for s in subscriptions(server)] == [0, 5]
+
+
+async def test_a_snapshot_that_broke_off_is_asked_for_again() -> None:
+    async with workers(1) as [server]:
+        plays(server, [batch(4, 1)], [batch(4, 1), batch(4, 2, parent=1)])
+        async with Router([server.target]) as router:
+            await eventually(lambda: overlap(router, 1, 2) == 2, "the whole snapshot")
+        assert [s.start_sequence_number for s in subscriptions(server)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +242,7 @@ async def test_what_does_not_follow_is_not_believed(wrong: list[pb.KvEventBatch]
 @pytest.mark.parametrize("first", [[], [batch(0, 2)]])
 async def test_another_instance_begins_anew(first: list[pb.KvEventBatch]) -> None:
     async with workers(1) as [server]:
-        plays(server, [batch(4, 1)], first)
+        plays(server, [batch(3), batch(4, 1)], first)
 
         async def restarted(request: object, context: Context) -> pb.EngineInfo:
             return engine_info(f"instance-{len(subscriptions(server))}")
