@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         RequestFailed,
         TextDelta,
     )
+    from openengine_vllm.client.revisions import NotInRevisionError
     from openengine_vllm.protocol.errors import OpenEngineError
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Client",
     "Completion",
     "GenerateOptions",
+    "NotInRevisionError",
     "OpenEngineError",
     "Output",
     "OutputFinished",
@@ -43,6 +45,7 @@ _MODULES = {
         "RequestFailed",
         "TextDelta",
     ),
+    "openengine_vllm.client.revisions": ("NotInRevisionError",),
     "openengine_vllm.protocol.errors": ("OpenEngineError",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

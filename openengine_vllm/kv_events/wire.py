@@ -35,16 +35,20 @@ _MEDIA = {
 }
 
 
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
 class _Varints(dict[int, bytes]):
     """The varint of each number; those of token ids and of lengths come again and again."""
 
     def __missing__(self, number: int) -> bytes:
-        rest, encoded = number, bytearray()
-        while rest > 0x7F:
-            encoded.append(rest & 0x7F | 0x80)
-            rest >>= 7
-        encoded.append(rest)
-        result = bytes(encoded)
+        result = _varint(number)
         if number < _MAX_KEPT_VARINT:
             self[number] = result
         return result
@@ -220,11 +224,12 @@ def _plain(value: Any, depth: int) -> Any:
 
 def batch(number: int, time_ns: int, rank: int, events: Sequence[bytes]) -> bytes:
     """A KvEventBatch."""
+    # Its number never comes again: the table would keep half a million of them.
     return (
         _BATCH_SEQUENCE
-        + varint(number)
+        + _varint(number)
         + _BATCH_TIME
-        + varint(time_ns)
+        + _varint(time_ns)
         + _BATCH_RANK
         + varint(rank)
         + b"".join(events)

@@ -89,7 +89,7 @@ class KvEventsService:
         if bridge is None:
             raise errors.feature_off("KV events are switched off")
         ranks = self._ranks(request.data_parallel_ranks)
-        readers = [_Reader(rank.feed, request, plain) for rank in ranks]
+        readers = [await self._join(rank.feed, request, plain) for rank in ranks]
         writer = self._stalls.open(context, "SubscribeKvEvents")
         try:
             await context.send_initial_metadata(())
@@ -117,6 +117,16 @@ class KvEventsService:
             self._end_error = error
             if self._bridge is not None:
                 self._bridge.wake()
+
+    async def _join(
+        self, feed: RankFeed, request: pb.SubscribeKvEventsRequest, plain: bool
+    ) -> _Reader:
+        if not request.include_snapshot:
+            return _Reader(feed, request, plain)
+        async with self._snapshot_turn:
+            reader = _Reader(feed, request, plain)
+            await asyncio.sleep(0)
+        return reader
 
     async def _send_snapshot(self, reader: _Reader, writer: StreamWriter) -> None:
         responses = reader.snapshot()

@@ -48,7 +48,7 @@ _GROUPS = {
     "operated": "operated",
 }
 """Fixtures that need an engine, and which of them have it from the same test process."""
-_OF_A_MODULE = {"demo_model", "running", "server"}
+_OF_A_MODULE = {"demo_model", "running", "server", "workers"}
 """Fixtures that a module makes for its own tests, once."""
 _ORDER = ("scored", "tiny", "demo", "operated", "multi_eos")
 """Groups of tests, those that take longest first."""

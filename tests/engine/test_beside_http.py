@@ -29,6 +29,7 @@ from tests.support.calls import (
     eventually,
     standard_status,
 )
+from tests.support.kv_messages import BlockSet
 from tests.support.models import model_dir
 from tests.support.processes import Footprint, engine_core, footprint
 from tests.support.server import ENGINE_FLAGS, STOP_SECONDS, ServerProcess, start_server
@@ -43,6 +44,11 @@ FLAGS = (
     *("--served-model-name", "tiny"),
     *("--dtype", "float32"),
     *("--max-num-seqs", str(2 * PAIRS)),
+    # Ports of vLLM's own choice, on the address that it has for itself.
+    *(
+        "--kv-events-config",
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}',
+    ),
     *ENGINE_FLAGS,
     *ENDLESS_FLAGS,
 )
@@ -52,7 +58,7 @@ def own() -> contextlib.AbstractContextManager[ServerProcess]:
     """A process of ours."""
     model = ("--model", str(model_dir("tiny_llama")))
     ports = ("--port", "0", "--http-port", "0", "--drain-timeout", str(DRAIN_SECONDS))
-    return start_server(*model, *ports, *FLAGS)
+    return start_server(*model, *ports, *FLAGS, VLLM_SERVER_DEV_MODE="1", VLLM_HOST_IP="127.0.0.1")
 
 
 def stock() -> contextlib.AbstractContextManager[ServerProcess]:
@@ -63,6 +69,8 @@ def stock() -> contextlib.AbstractContextManager[ServerProcess]:
         VLLM_PLUGINS="openengine",
         OPENENGINE_PORT="0",
         OPENENGINE_DRAIN_TIMEOUT=str(DRAIN_SECONDS),
+        VLLM_SERVER_DEV_MODE="1",
+        VLLM_HOST_IP="127.0.0.1",
     )
 
 
@@ -285,6 +293,49 @@ async def test_load_counts_both_and_abort_ends_both(both: Both) -> None:
     await eventually(both.idle, "a client that goes away takes its request along")
     load = await both.peer.client.load()
     assert load.used_kv_blocks == load.waiting_tokens == 0
+
+
+async def test_a_reset_over_http_is_told_at_once(both: Both) -> None:
+    """To subscribers of KV events, though the engine is idle and vLLM says nothing yet."""
+    sources = (await both.peer.client.kv_event_sources()).sources
+    assert [(s.transport, s.encoding) for s in sources] == [
+        ("grpc", "protobuf"),
+        ("zmq", "protobuf"),
+        ("zmq", "msgpack"),
+    ]
+    assert sources[2].endpoint_addr.host == "127.0.0.1"
+    assert sources[2].endpoint_addr.port
+    prompt = "The fox " * 300
+    await both.complete(prompt, max_tokens=1)
+    await eventually(both.idle, "idle")
+    reader = BlockSet()
+    stream = both.peer.client.subscribe_kv_events(include_snapshot=True)
+    reader.apply(snapshot := (await anext(stream)).batch)
+    assert reader.blocks
+    for query in ("", "?reset_external=true"):
+        assert (await both.post(f"/reset_prefix_cache{query}"))["success"]
+        reader.apply(cleared := (await anext(stream)).batch)
+        assert [event.WhichOneof("event") for event in cleared.events] == ["all_blocks_cleared"]
+    assert cleared.sequence_number == snapshot.sequence_number + 2
+    await both.complete(prompt, max_tokens=1)
+    reader.apply(stored := (await anext(stream)).batch)
+    assert stored.sequence_number == cleared.sequence_number + 1
+    assert {event.WhichOneof("event") for event in stored.events} == {"block_stored"}
+    assert reader.blocks
+
+    running = call(both, "The fox")
+    await running.tokens(5)
+    assert not (await both.post("/reset_prefix_cache"))["success"]
+    await both.peer.client.abort_all()
+    await running.end()
+    await eventually(both.idle, "idle")
+    joined = both.peer.client.subscribe_kv_events(include_snapshot=True)
+    last = (await anext(joined)).batch.sequence_number
+    while stored.sequence_number < last:
+        reader.apply(stored := (await anext(stream)).batch)
+        assert not any(event.HasField("all_blocks_cleared") for event in stored.events)
+    await joined.aclose()
+    await stream.aclose()
 
 
 async def test_drain_ends_both_and_the_process(server: ServerProcess, both: Both) -> None:

@@ -46,6 +46,9 @@ MULTI_EOS_IDS = (EOS_ID, IM_END_ID, FIRST_BYTE_ID)
 MULTI_EOS_TEMPERATURE = 0.6
 """The temperature that tiny_llama_multi_eos has when a request names none."""
 
+ADAPTER_RANK = 8
+"""The rank of the adapters."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -124,8 +127,50 @@ def tiny_llama_thinking(directory: Path) -> None:
         )
 
 
+def tiny_llama_lora_a(directory: Path) -> None:
+    """A LoRA adapter for tiny_llama, of rank ADAPTER_RANK, that changes what it says."""
+    _adapter(directory, seed=1)
+
+
+def tiny_llama_lora_b(directory: Path) -> None:
+    """Another one."""
+    _adapter(directory, seed=2)
+
+
+def _adapter(directory: Path, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(2):
+        for module, width in (("q_proj", 128), ("v_proj", 64)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for part, shape in (("A", (ADAPTER_RANK, 128)), ("B", (width, ADAPTER_RANK))):
+                weights[f"{name}.lora_{part}.weight"] = 0.3 * torch.randn(
+                    shape, generator=generator
+                )
+    save_file(weights, directory / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": ADAPTER_RANK,
+        "lora_alpha": 2 * ADAPTER_RANK,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
 MAKERS: dict[str, Callable[[Path], None]] = {
-    maker.__name__: maker for maker in (tiny_llama, tiny_llama_multi_eos, tiny_llama_thinking)
+    maker.__name__: maker
+    for maker in (
+        tiny_llama,
+        tiny_llama_multi_eos,
+        tiny_llama_thinking,
+        tiny_llama_lora_a,
+        tiny_llama_lora_b,
+    )
 }
 
 

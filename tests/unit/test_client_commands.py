@@ -91,7 +91,7 @@ def finished(index: int = 0, *, last: bool = True) -> pb.GenerateResponse:
 
 
 def request_of(server: ScriptedServer) -> pb.GenerateRequest:
-    [(_, request)] = server.requests
+    [request] = [request for rpc, request in server.requests if rpc == "Generate"]
     assert isinstance(request, pb.GenerateRequest)
     return request
 
@@ -337,7 +337,8 @@ async def test_chat_sends_the_rendered_conversation_as_token_ids(
     server.requests.clear()
     assert (await run(*arguments)).out == "Hi"
     rpcs = [rpc for rpc, _ in server.requests]
-    assert rpcs == ["GetEngineInfo", "GetModelInfo", "Generate"]
+    # The first one asks for the revision.
+    assert rpcs == ["GetEngineInfo", "GetEngineInfo", "GetModelInfo", "Generate"]
     request = server.requests[-1][1]
     assert isinstance(request, pb.GenerateRequest)
     assert list(request.token_ids.ids) == chat.encode(messages)
@@ -532,6 +533,7 @@ async def test_info(server: ScriptedServer) -> None:
     result = await run("info", "--target", server.target, "--model", "m")
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines() == [
+        "revision: openengine",
         "engine",
         "  engine_name: vllm",
         "  role: aggregated",
@@ -550,6 +552,7 @@ async def test_info(server: ScriptedServer) -> None:
     result = await run("info", "--json", "--target", server.target)
     assert result.err == ""
     value = json.loads(result.out)
+    assert value["revision"] == "openengine"
     assert value["engine"]["engine_name"] == "vllm"
     assert [model["model_id"] for model in value["models"]] == ["org/m", "org/m"]
 
@@ -557,7 +560,12 @@ async def test_info(server: ScriptedServer) -> None:
 async def test_info_warns_of_a_server_that_does_not_fit(server: ScriptedServer) -> None:
     server.answer("GetEngineInfo", pb.EngineInfo(schema_revision=2, minimum_client_revision=2))
     result = await run("info", "--target", server.target)
-    assert result.out == "engine\n  schema_revision: 2\n  minimum_client_revision: 2\n"
+    assert result.out.splitlines() == [
+        "revision: openengine",
+        "engine",
+        "  schema_revision: 2",
+        "  minimum_client_revision: 2",
+    ]
     assert result.err.startswith("warning: the server wants clients of schema revision 2")
 
 

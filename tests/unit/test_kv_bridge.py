@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -20,38 +19,9 @@ from openengine_vllm.client.commands import main
 from openengine_vllm.kv_events.endpoints import free_ports
 from openengine_vllm.protocol import v1 as pb
 from tests.support.calls import eventually
+from tests.support.kv_bridge import PROGRAM, connections, kv_bridge
 from tests.support.kv_messages import removed, stored
 from tests.support.kv_publisher import publishers
-
-PROGRAM = (sys.executable, "-m", "openengine_vllm")
-
-
-@contextlib.asynccontextmanager
-async def kv_bridge(*arguments: str) -> AsyncIterator[tuple[str, dict[str, str]]]:
-    """The program; gives its address and what else its ready line says."""
-    process = await asyncio.create_subprocess_exec(
-        *PROGRAM,
-        "kv-bridge",
-        "--port",
-        "0",
-        *arguments,
-        stdout=subprocess.PIPE,
-        process_group=0,
-    )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(60):
-            line = (await process.stdout.readline()).decode()
-        assert line.startswith("openengine ready grpc="), line
-        fields = dict(word.split("=", 1) for word in line.split()[2:])
-        yield fields["grpc"], fields
-        process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(20):
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def command(*arguments: str) -> list[str]:
@@ -74,14 +44,10 @@ async def test_two_ranks_from_the_first_on() -> None:
     async with publishers(2) as made:
         for publisher in made:
             publisher.rank += 3
-        arguments = ["--first-rank", "3"]
-        for publisher in made:
-            described = publisher.described()
-            assert described.replay is not None
-            arguments += ["--connect", described.endpoint, "--replay", described.replay]
+        arguments = ("--first-rank", "3", *connections(made))
         made[0].publish(stored([1, 2]))
         made[1].publish(stored([7]))
-        async with kv_bridge(*arguments) as (address, ready), Client(address) as client:
+        async with kv_bridge(*arguments) as (address, ready, _), Client(address) as client:
             assert ready["ranks"] == "3,4"
             health = await client.health()
             assert health.state == pb.HEALTH_STATE_READY
@@ -129,7 +95,7 @@ async def test_two_ranks_from_the_first_on() -> None:
 async def test_it_serves_before_its_publisher_is_there() -> None:
     port = free_ports(1)
     arguments = ("--connect", f"tcp://127.0.0.1:{port}")
-    async with publishers(0) as made, kv_bridge(*arguments) as (address, _), Client(address) as c:
+    async with publishers(0) as made, kv_bridge(*arguments) as (address, *_), Client(address) as c:
         health = await c.health()
         assert health.state == pb.HEALTH_STATE_READY
         assert health.checks[1].state == pb.HEALTH_STATE_NOT_READY
@@ -155,10 +121,7 @@ async def test_the_commands_show_batches() -> None:
         publisher.publish(stored([1, 2], lora_name="ad"), stored([5], parent=2))
         publisher.publish(removed([5]), {"type": "AllBlocksCleared"})
         publisher.publish()
-        described = publisher.described()
-        assert described.replay is not None
-        arguments = ("--connect", described.endpoint, "--replay", described.replay)
-        async with kv_bridge(*arguments) as (address, _):
+        async with kv_bridge(*connections([publisher])) as (address, *_):
             for flags in ((), ("--json",)):
                 process = await asyncio.create_subprocess_exec(
                     *PROGRAM,

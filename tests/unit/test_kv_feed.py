@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openengine_vllm.kv_events import wire
 from openengine_vllm.kv_events.feed import RankFeed
 from openengine_vllm.protocol import v1 as pb
 from tests.support.kv_messages import CLEARED, BlockSet, parse, payload, removed, stored
@@ -452,6 +453,15 @@ def test_a_snapshot_lets_go_of_what_it_has_told() -> None:
     assert list(map(sys.getrefcount, events)) == [count + 1 for count in before]
     assert len(list(snapshot.responses())) == 2
     assert list(map(sys.getrefcount, events)) == before
+
+
+def test_numbers_of_batches_are_not_kept() -> None:
+    feed, varint = new_feed(), cast(Any, wire.varint)
+    for number in range(1000):
+        feed.live(number, payload(stored([1]), removed([1]), ts=number))
+        if number == 0:
+            before = len(varint.__self__)
+    assert len(varint.__self__) < before + 20
 
 
 steps = st.lists(

@@ -18,7 +18,7 @@ EXIT_CODES: Final = """\
 exit codes:
   0    success
   1    the RPC failed; standard error has one line with the code, the message and the field
-  2    the command line is wrong
+  2    the command line is wrong, or asks for what the server's revision of the schema has not
   3    the engine is not ready (health)
   130  interrupted; the RPC has been cancelled
   141  whoever read standard output has gone

@@ -20,7 +20,7 @@ from openengine_vllm.protocol.errors import internal
 DESCRIPTION = """\
 Have an engine refuse new requests, and wait until those that run have ended. The drain goes on
 when this command is interrupted; nothing takes it back. The exit code is 0 only when nothing runs
-any more."""
+any more. The split revision of the schema has no drains."""
 
 _MOST_MILLISECONDS = 2**32 - 1
 _seconds = seconds_from(0, _MOST_MILLISECONDS // 1000)

@@ -18,7 +18,7 @@ from openengine_vllm.protocol import v1 as pb
 
 DESCRIPTION = """\
 Print an engine's runtime events as they happen, until interrupted or until the server stops.
-Times are UTC."""
+Times are UTC. The split revision of the schema has no runtime events."""
 
 _PREFIX: Final = "RUNTIME_EVENT_TYPE_"
 EVENT_TYPES: Final = {

@@ -21,8 +21,9 @@ from openengine_vllm.client.commands.running import (
 from openengine_vllm.client.compatibility import incompatibility
 
 DESCRIPTION = """\
-Show what an engine and the models that it serves say about themselves. What an engine doesn't
-report is left out, which is something else than a zero."""
+Show what an engine and the models that it serves say about themselves, and the revision of the
+schema in which they said it. What an engine doesn't report is left out, which is something else
+than a zero."""
 
 DEFAULT_TIMEOUT = 10.0
 """Seconds."""
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `info`."""
     parser.add_argument("--model", metavar="NAME", help="show this model alone (default: all)")
     parser.add_argument(
-        "--json", action="store_true", help='print one JSON object: {"engine": ..., "models": []}'
+        "--json",
+        action="store_true",
+        help='print one JSON object: {"revision": "", "engine": {}, "models": []}',
     )
     add_connection_arguments(parser, timeout=DEFAULT_TIMEOUT)
 
@@ -50,9 +53,14 @@ async def _info(args: argparse.Namespace) -> int:
     if (problem := incompatibility(engine)) is not None:
         print("warning:", problem, file=sys.stderr)
     if args.json:
-        value = {"engine": _dict(engine), "models": [_dict(model) for model in models]}
+        value = {
+            "revision": client.revision,
+            "engine": _dict(engine),
+            "models": [_dict(model) for model in models],
+        }
         print(json.dumps(value, ensure_ascii=False))
         return SUCCESS
+    print("revision:", client.revision)
     print("engine")
     print(*_lines(engine, "  "), sep="\n")
     for name, model in zip(names, models, strict=True):

@@ -22,6 +22,7 @@ DESCRIPTION = """\
 Print an engine's KV event batches as they come, until interrupted."""
 
 _MEDIUM: Final = "STORAGE_MEDIUM_"
+_DECIMAL: Final = "decimal_int64"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,4 +116,6 @@ def _hashes(blocks: Iterable[pb.KvBlockHash]) -> str:
 
 
 def _hash(block: pb.KvBlockHash) -> str:
+    if block.encoding == _DECIMAL:
+        return block.value.decode("ascii", "replace")
     return block.value.hex()

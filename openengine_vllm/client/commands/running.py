@@ -21,7 +21,13 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from openengine_vllm.api_keys import API_KEY_VARIABLE
-from openengine_vllm.client import DEFAULT_TARGET, Client, OpenEngineError
+from openengine_vllm.client import (
+    DEFAULT_TARGET,
+    Client,
+    NotInRevisionError,
+    OpenEngineError,
+)
+from openengine_vllm.client.revisions import AUTO, CHOICES
 
 SUCCESS: Final = 0
 RPC_FAILED: Final = 1
@@ -47,6 +53,12 @@ def add_connection_arguments(
         type=_target,
         default=os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET,
         help=f"HOST:PORT or unix:PATH (environment: {TARGET_VARIABLE}; default: %(default)s)",
+    )
+    group.add_argument(
+        "--revision",
+        choices=CHOICES,
+        default=AUTO,
+        help="revision of the schema to speak; auto asks the server (default: %(default)s)",
     )
     group.add_argument(
         "--timeout",
@@ -84,6 +96,7 @@ def open_client(args: argparse.Namespace) -> Client:
             credentials=_credentials(args),
             api_key=_api_key(args),
             timeout=args.timeout,
+            revision=args.revision,
             options=options,
         )
     except ValueError as error:
@@ -99,6 +112,9 @@ def run_command(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
         return code
     except UsageError as error:
         _complain(str(error))
+        return USAGE
+    except NotInRevisionError as error:
+        _complain(describe(error))
         return USAGE
     except OpenEngineError as error:
         _complain(describe(error))

@@ -18,8 +18,9 @@ from openengine_vllm.client.commands.running import (
 DESCRIPTION = """\
 Watch a server: its load as a whole and per rank, its throughput, its state and what its
 scheduler does. It waits for a server that is away and connects again by itself. Keys: q quits,
-p pauses, f filters the events, + and - change the interval, ? shows them all. It wants a
-terminal; `load --watch --json` and `events --json` are for scripts."""
+p pauses, f filters the events, + and - change the interval, ? shows them all. Over the split
+revision of the schema it does without events. It wants a terminal; `load --watch --json` and
+`events --json` are for scripts."""
 
 DEFAULT_INTERVAL = 1.0
 """Seconds."""
