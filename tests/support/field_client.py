@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import AsyncIterable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from grpc import aio
 
 from openengine_vllm.protocol import split
 from openengine_vllm.protocol.split.service_pb2_grpc import ControlStub, InferenceStub
+from tests.support.calls import eventually
 
 INT64 = range(-(2**63), 2**63)
 SECONDS = 120
@@ -273,12 +274,16 @@ class KvReader:
         target: where its source is.
         rank: whose events.
         block_size: tokens in a block, as the capacity says.
+        adapters: those that are loaded.
     """
 
-    def __init__(self, target: str, rank: int, block_size: int) -> None:
+    def __init__(
+        self, target: str, rank: int, block_size: int, adapters: Collection[str] = ()
+    ) -> None:
         self._target = target
         self._rank = rank
         self._block_size = block_size
+        self._adapters = adapters
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
         """The cached blocks by hash: parent and tokens."""
         self.last: int | None = None
@@ -318,6 +323,15 @@ class KvReader:
         """Raise what the reader has taken offence at."""
         if self._reading is not None and self._reading.done():
             self._reading.result()
+
+    async def reach(self, number: int) -> None:
+        """Wait until a batch has come; raises as :meth:`check`."""
+
+        def is_there() -> bool:
+            self.check()
+            return self.last is not None and self.last >= number
+
+        await eventually(is_there, f"batch {number}")
 
     async def leave(self) -> None:
         """Stop reading.
@@ -372,7 +386,9 @@ class KvReader:
         require(not stored.kv_cache_spec_kind, f"the kind {stored.kv_cache_spec_kind}")
         require(not stored.kv_cache_spec_sliding_window, "a window")
         require(not stored.extra_keys, "extra keys")
-        require(not stored.lora_name and not stored.lora_id, "an adapter")
+        adapter = stored.lora_name
+        require(adapter in ("", *self._adapters), f"the adapter {adapter!r}")
+        require((stored.lora_id > 0) == bool(adapter), f"the adapter {stored.lora_id}")
         _check_place(stored.medium, stored.group_idx)
         parent = None
         if stored.HasField("parent_block_hash"):
