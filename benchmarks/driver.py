@@ -18,7 +18,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.targets import HttpTarget, InProcessTarget, OpenEngineTarget, Target
+from benchmarks.targets import HttpTarget, InProcessTarget, OpenEngineTarget, SplitTarget, Target
 from benchmarks.timing import Recorder, Timings
 from benchmarks.workload import Pass, Shape, plain_token_ids, prompts
 
@@ -65,6 +65,8 @@ def _target(arguments: argparse.Namespace, shape: Shape) -> Target:
         return HttpTarget(shape, arguments.http)
     if arguments.grpc:
         return OpenEngineTarget(shape, arguments.grpc, arguments.channels)
+    if arguments.split:
+        return SplitTarget(shape, arguments.split, arguments.channels)
     return InProcessTarget(shape, arguments.engine_flags)
 
 
@@ -90,6 +92,7 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--http", metavar="ADDRESS")
     where.add_argument("--grpc", metavar="ADDRESS")
+    where.add_argument("--split", metavar="ADDRESS")
     parser.add_argument("engine_flags", nargs="*")
     arguments = parser.parse_args()
     uvloop.run(_serve(arguments, _own_stdout()))

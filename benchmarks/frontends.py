@@ -1,4 +1,4 @@
-"""The three frontends, each started on an engine of its own with the same engine flags."""
+"""The frontends, each started on an engine of its own with the same engine flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,11 @@ from benchmarks.workload import Pass, Shape
 IN_PROCESS = "AsyncLLM"
 HTTP = "vLLM HTTP"
 OPENENGINE = "openengine_vllm"
-FRONTENDS = {"inprocess": IN_PROCESS, "http": HTTP, "openengine": OPENENGINE}
+SPLIT = "openengine_vllm (split)"
+FRONTENDS = {"inprocess": IN_PROCESS, "http": HTTP, "openengine": OPENENGINE, "split": SPLIT}
 """Names on the command line, and in the report."""
+_OURS = {OPENENGINE: "--grpc", SPLIT: "--split"}
+"""Those of this project's server, and how the driver is told of each."""
 
 _POLL_SECONDS = 0.2
 
@@ -68,11 +71,24 @@ async def _reply(driver: Child, timeout_seconds: float) -> dict[str, Any]:
     return reply
 
 
+def by_server(names: Sequence[str]) -> list[list[str]]:
+    """The frontends grouped by the process that they need: the two revisions share theirs."""
+    groups: list[list[str]] = []
+    for name in names:
+        shared = next((group for group in groups if name in _OURS and group[0] in _OURS), None)
+        if shared is None:
+            groups.append([name])
+        else:
+            shared.append(name)
+    return groups
+
+
 @asynccontextmanager
-async def frontend(name: str, setup: Setup) -> AsyncIterator[Running]:
-    """Start a frontend and its driver; both are gone after the context."""
+async def frontends(names: Sequence[str], setup: Setup) -> AsyncIterator[dict[str, Running]]:
+    """Start frontends of one process, each with its driver; all are gone after the context."""
     async with AsyncExitStack() as stack:
-        where: list[str] = []
+        name = names[0]
+        where: dict[str, list[str]] = {name: []}
         server = None
         if name == HTTP:
             server = await stack.enter_async_context(
@@ -85,17 +101,21 @@ async def frontend(name: str, setup: Setup) -> AsyncIterator[Running]:
             )
             address = f"127.0.0.1:{port}"
             await _until_healthy(server, address, setup.start_timeout)
-            where = ["--http", address]
-        elif name == OPENENGINE:
+            where[name] = ["--http", address]
+        elif name in _OURS:
             server = await stack.enter_async_context(
                 child("openengine-server", _openengine_command(setup), setup.logs)
             )
-            where = ["--grpc", await announced(server, setup.start_timeout)]
-        driver = await stack.enter_async_context(
-            child("driver", _driver_command(setup, where), setup.logs)
-        )
-        await _reply(driver, setup.start_timeout)
-        yield Running((server or driver).pid, driver, setup.pass_timeout)
+            address = await announced(server, setup.start_timeout)
+            where = {name: [_OURS[name], address] for name in names}
+        running = {}
+        for number, (name, arguments) in enumerate(where.items()):
+            driver = await stack.enter_async_context(
+                child(f"driver-{number}", _driver_command(setup, arguments), setup.logs)
+            )
+            await _reply(driver, setup.start_timeout)
+            running[name] = Running((server or driver).pid, driver, setup.pass_timeout)
+        yield running
 
 
 def _http_command(setup: Setup, port: int) -> list[str]:

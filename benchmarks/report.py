@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from benchmarks.frontends import HTTP, IN_PROCESS, OPENENGINE
+from benchmarks.frontends import HTTP, IN_PROCESS, OPENENGINE, SPLIT
 from benchmarks.measurement import Figures
 
 Value = Callable[[Figures], float]
@@ -74,6 +74,15 @@ def _comparisons(figures: Sequence[Figures]) -> list[str]:
             lines.append(
                 f"- {concurrency} streams: {OPENENGINE} takes {_spread(ratios, 2)} times the CPU "
                 f"per token of {HTTP}."
+            )
+        split = _by_round(figures, SPLIT, concurrency)
+        if ratios := [
+            split[round_].cpu_us_per_token / ours[round_].cpu_us_per_token
+            for round_ in ours.keys() & split.keys()
+        ]:
+            lines.append(
+                f"- {concurrency} streams: the split revision takes {_spread(ratios, 3)} times the "
+                f"CPU per token of the contract."
             )
         if rounds := ours.keys() & alone.keys():
             lines.append(

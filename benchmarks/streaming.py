@@ -1,8 +1,8 @@
-"""Streaming cost of three frontends on the same engine: ``python -m benchmarks.streaming``.
+"""Streaming cost of frontends on the same engine: ``python -m benchmarks.streaming``.
 
 vLLM's ``AsyncLLM`` used in process, vLLM's OpenAI HTTP server and this project's server take
 turns, one engine at a time, over several rounds, so that a machine that is slower for a while
-is slower for all of them.
+is slower for all of them. The two revisions of the schema take turns on one server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frontends import FRONTENDS, Setup, frontend
+from benchmarks.frontends import FRONTENDS, Setup, by_server, frontends
 from benchmarks.measurement import Figures, measure
 from benchmarks.processes import BenchmarkError
 from benchmarks.program import run, say
@@ -157,19 +157,22 @@ async def _run(arguments: argparse.Namespace, setup: Setup) -> list[Figures]:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     figures = []
     for round_ in range(1, arguments.rounds + 1):
-        for name in (FRONTENDS[key] for key in arguments.frontends):
-            say(f"round {round_} of {arguments.rounds}: starting {name}")
+        for names in by_server([FRONTENDS[key] for key in arguments.frontends]):
+            say(f"round {round_} of {arguments.rounds}: starting {names[0]}")
             seeds = itertools.count(1)  # the same prompts for every frontend
-            async with frontend(name, setup) as running:
+            async with frontends(names, setup) as running:
                 for streams in arguments.streams:
                     warmup = Pass(streams, streams, next(seeds))
-                    await running.run(warmup)
                     run = Pass(max(streams, arguments.requests), streams, next(seeds))
-                    figures.append(await measure(running, name, round_, run))
-                    say(
-                        f"  {streams} streams: {figures[-1].cpu_us_per_token:.1f} µs per token, "
-                        f"{figures[-1].tokens_per_second:,.0f} tokens/s"
-                    )
+                    # Who is first in a round is last in the next one.
+                    for name in names if round_ % 2 else reversed(names):
+                        await running[name].run(warmup)
+                        figures.append(await measure(running[name], name, round_, run))
+                        say(
+                            f"  {name}, {streams} streams: "
+                            f"{figures[-1].cpu_us_per_token:.1f} µs per token, "
+                            f"{figures[-1].tokens_per_second:,.0f} tokens/s"
+                        )
     return figures
 
 

@@ -1,4 +1,4 @@
-"""The three ways to reach an engine, each as a thing that streams one request.
+"""The ways to reach an engine, each as a thing that streams one request.
 
 A target is used from one event loop. It checks what it gets: a stream with another number of
 tokens than were asked for fails the benchmark.
@@ -18,8 +18,6 @@ from benchmarks.workload import TEMPERATURE, Shape
 if TYPE_CHECKING:
     import grpc
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from openengine_vllm.protocol import v1 as pb
 
 MODEL_NAME = "bench"
 """What the HTTP server is told to call the model."""
@@ -164,22 +162,28 @@ def _take_event(event: bytes, clock: StreamClock) -> int:
 
 
 class OpenEngineTarget(Target):
-    """This project's server, ``Generate`` over gRPC."""
+    """This project's server, the contract's ``Generate`` over gRPC."""
+
+    path = "/openengine.v1.OpenEngine/Generate"
+
+    @staticmethod
+    def messages() -> Any:
+        """The module with the revision's messages."""
+        from openengine_vllm.protocol import v1
+
+        return v1
 
     def __init__(self, shape: Shape, address: str, channels: int) -> None:
         super().__init__(shape)
         self._address = address
         self._channels = channels
         self._next = 0
-        self._methods: list[
-            grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse]
-        ] = []
+        self._methods: list[grpc.aio.UnaryStreamMultiCallable[Any, Any]] = []
 
     async def _open(self) -> None:
         import grpc
 
-        from openengine_vllm.protocol import v1 as pb
-
+        pb = self.messages()
         for _ in range(self._channels):
             channel = await self._resources.enter_async_context(
                 grpc.aio.insecure_channel(
@@ -189,15 +193,14 @@ class OpenEngineTarget(Target):
             await channel.channel_ready()
             self._methods.append(
                 channel.unary_stream(
-                    "/openengine.v1.OpenEngine/Generate",
+                    self.path,
                     request_serializer=pb.GenerateRequest.SerializeToString,
                     response_deserializer=pb.GenerateResponse.FromString,
                 )
             )
 
     async def _stream(self, request_id: str, prompt: list[int], clock: StreamClock) -> int:
-        from openengine_vllm.protocol import v1 as pb
-
+        pb = self.messages()
         request = pb.GenerateRequest(
             request_id=request_id,
             token_ids=pb.TokenIds(ids=prompt),
@@ -219,3 +222,16 @@ class OpenEngineTarget(Target):
         if counted != tokens:
             raise CountError(f"{request_id} gave {tokens} tokens, and counted {counted} as usage")
         return tokens
+
+
+class SplitTarget(OpenEngineTarget):
+    """The same server, the split revision's ``Generate``."""
+
+    path = "/openengine.v1.Inference/Generate"
+
+    @staticmethod
+    def messages() -> Any:
+        """The module with the revision's messages."""
+        from openengine_vllm.protocol import split
+
+        return split

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -29,6 +30,7 @@ class Case:
         options: of the request, by the contract's names.
         stop: makes stop texts from the text without them.
         stop_token_ids: makes stop ids from the tokens without them.
+        bad_words: makes words to ban from the tokens without them.
         ends_at_eos: have the reference look for a seed with which an EOS comes.
         splits_character: the prompt ends inside a character.
     """
@@ -38,6 +40,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     stop: Callable[[str], list[str]] | None = None
     stop_token_ids: Callable[[list[int]], list[int]] | None = None
+    bad_words: Callable[[list[int], Tokenizer], list[str]] | None = None
     ends_at_eos: bool = False
     splits_character: bool = False
 
@@ -221,4 +224,45 @@ _STOP_IDS = (
 )
 
 CASES = (*GREEDY, *_SAMPLING, *_LENGTH, *_EOS, *_STOP_TEXT, *_STOP_IDS)
-"""All cases; names are unique."""
+"""All cases of the contract."""
+
+_PLAIN_GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+_PLAIN_SEEDED: dict[str, Any] = {**_PLAIN_GREEDY, "temperature": 1.0, "seed": 9}
+_SPECIAL = {str(token_id): 4.0 for token_id in range(7)}
+"""Makes special tokens about as likely as all others together."""
+
+
+def words_of(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    """Words that come out as single tokens or as pairs, and that are read as these again."""
+    words = []
+    for first, second in pairwise(ids):
+        for tokens in ([first], [first, second]):
+            word = tokenizer.decode(tokens).strip()
+            if word and tokens in (
+                tokenizer.encode(prefix + word, add_special_tokens=False).ids
+                for prefix in ("", " ")
+            ):
+                words.append(word)
+    return sorted(set(words))
+
+
+def _extra(name: str, options: Mapping[str, Any], **more: Any) -> Case:
+    return Case(f"extra-{name}", _PROMPT, {**options, **more})
+
+
+EXTRA = (
+    _extra("bias-forces", _PLAIN_SEEDED, logit_bias={"300": 100.0}),
+    _extra("bias-bans", _PLAIN_GREEDY, logit_bias=dict.fromkeys(map(str, range(400)), -100.0)),
+    _extra("bias-nudges", _PLAIN_SEEDED, logit_bias={"40": 3.5, "41": 3.5, "900": -2.0}),
+    _extra("allowed", _PLAIN_SEEDED, allowed_token_ids=[40, 41, 300, 1023]),
+    _extra("allowed-one", _PLAIN_GREEDY, allowed_token_ids=[77]),
+    _extra(
+        "allowed-several-outputs", _PLAIN_SEEDED, allowed_token_ids=[9, 99, 999], num_sequences=3
+    ),
+    _extra("special-skipped", _PLAIN_SEEDED, logit_bias=_SPECIAL),
+    _extra("special-shown", _PLAIN_SEEDED, logit_bias=_SPECIAL, skip_special_tokens=False),
+    _extra("all-special-shown", _PLAIN_GREEDY, logit_bias={"3": 100}, skip_special_tokens=False),
+    Case("extra-bad-words", _PROMPT, _PLAIN_GREEDY, bad_words=words_of),
+    Case("extra-bad-words-seeded", _PROMPT, _PLAIN_SEEDED, bad_words=words_of),
+)
+"""What requests of the split revision can have beside the contract's options."""

@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.engine.cases import CASES, Case, vllm_options
+from tests.engine.cases import CASES, EXTRA, Case, vllm_options
 from tests.engine.random_requests import RANDOM
 
 _SEEDS_TO_TRY = 32
@@ -45,13 +45,15 @@ class Reference:
         options = dict(case.options)
         if case.ends_at_eos:
             options["seed"] = await self._seed_for_eos(prompt, options)
-        if case.stop or case.stop_token_ids:
+        if case.stop or case.stop_token_ids or case.bad_words:
             free = {**options, "min_tokens": 0, "num_sequences": 1}
             [plain] = (await self._run(prompt, free))["outputs"]
             if case.stop:
                 options["stop"] = case.stop(plain["text"])
             if case.stop_token_ids:
                 options["stop_token_ids"] = case.stop_token_ids(plain["token_ids"])
+            if case.bad_words:
+                options["bad_words"] = case.bad_words(plain["token_ids"], self._tokenizer)
         return {"options": options, **await self._run(prompt, options)}
 
     async def _seed_for_eos(self, prompt: str | list[int], options: dict[str, Any]) -> int:
@@ -75,6 +77,8 @@ class Reference:
         if salt := given.pop("cache_salt", ""):
             raw["cache_salt"] = salt
         given.pop("priority", None)
+        if bias := given.pop("logit_bias", None):
+            given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
         params = SamplingParams(
             **_scores(given.pop("response", {})),
             structured_outputs=_guide(given.pop("guided", None)),
@@ -158,7 +162,7 @@ def _configuration(llm: AsyncLLM) -> dict[str, Any]:
     }
 
 
-SETS = {"cases": CASES, "random": RANDOM}
+SETS = {"cases": (*CASES, *EXTRA), "random": RANDOM}
 
 
 async def _answers(llm: AsyncLLM, model: str, cases: Sequence[Case]) -> dict[str, Any]:

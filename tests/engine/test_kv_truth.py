@@ -3,8 +3,9 @@
 Blocks come and go all the while, of the model and of two adapters, from requests of gRPC and of
 HTTP, and the cache is reset again and again, idle and in full run. At random moments one who has
 been there from the start is compared with one who joins with a snapshot, with one who drops off
-and resumes, and with one who reads our ZMQ sockets; the hash of every block is computed anew from
-the tokens; and what the engine then reuses of a prompt is what the set has of it.
+and resumes, with one who reads our ZMQ sockets, and with one who reads Control's events; the hash
+of every block is computed anew from the tokens; and what the engine then reuses of a prompt is
+what the set has of it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import zmq
 from openengine_vllm.client import GenerateOptions
 from openengine_vllm.kv_events.receiver import Receiver
 from openengine_vllm.kv_events.source import END
+from openengine_vllm.protocol import split
 from openengine_vllm.protocol import v1 as pb
 from tests.engine.peers import EngineSlot, Peer, connected
 from tests.support.calls import eventually
+from tests.support.field_client import KvReader
 from tests.support.kv_messages import BlockSet, Key
 from tests.support.models import ADAPTER_RANK, model_dir
 from tests.support.server import start_server
@@ -164,6 +167,18 @@ class Witness(Follower):
         self._whole: dict[bytes, bytes] = {}
         self.stored: Counter[tuple[str, bool]] = Counter()
         """Blocks by adapter, and by whether they have a salt of their own."""
+        self._salted: set[bytes] = set()
+
+    def plain_history(self) -> dict[int, frozenset[int]]:
+        """What Control's clients have after each batch: all but what hangs on a salt."""
+        return {
+            number: frozenset(
+                int.from_bytes(value, "big", signed=True)
+                for _, _, value in keys
+                if value not in self._salted
+            )
+            for number, keys in self.history.items()
+        }
 
     def take(self, batch: pb.KvEventBatch) -> None:
         """Follow one batch."""
@@ -173,9 +188,10 @@ class Witness(Follower):
                 self._check(event.block_stored)
 
     def _check(self, event: pb.BlockStored) -> None:
-        parent = ROOT
+        parent, salted = ROOT, False
         if event.HasField("parent_block_hash"):
             parent = self._whole[event.parent_block_hash.value]
+            salted = event.parent_block_hash.value in self._salted
         for index, block in enumerate(event.block_hashes):
             keys = [json.loads(value) for value in event.extra_keys[index].values]
             if event.lora_name:
@@ -186,7 +202,23 @@ class Witness(Follower):
             parent = block_digest(parent, tokens, event.lora_name, salt)
             assert parent[-8:] == block.value
             self._whole[block.value] = parent
+            if salted := salted or bool(salt):
+                self._salted.add(block.value)
             self.stored[event.lora_name, bool(salt)] += 1
+
+
+class PlainFollower(KvReader):
+    """One who reads Control's events, and has been there from the start."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target, 0, BLOCK, ADAPTERS)
+        self.history: dict[int, frozenset[int]] = {}
+
+    def take(self, batch: split.KvEventBatch, *, snapshot: bool = False) -> bool:
+        """Follow one batch."""
+        more = super().take(batch, snapshot=snapshot)
+        self.history[batch.sequence_number] = frozenset(self.blocks)
+        return more
 
 
 async def subscribe(peer: Peer, follower: Follower, start: int = 0) -> None:
@@ -384,6 +416,8 @@ async def test_everybody_has_the_same_set_and_it_is_true(engines: EngineSlot) ->
         asking = Asking(peer, http, "http://" + server.ready["http"])
         first, resuming = Witness(), Follower()
         await subscribe(peer, first)
+        plain = PlainFollower(server.target)
+        await plain.begin(snapshot=False)
         over_zmq = await stack.enter_async_context(zmq_follower(peer))
         run = Run(asking, first, chance)
         joined: list[Follower] = []
@@ -409,6 +443,9 @@ async def test_everybody_has_the_same_set_and_it_is_true(engines: EngineSlot) ->
         for other in (resuming, over_zmq, *joined):
             assert all(first.history[n] == keys for n, keys in other.history.items())
         assert min(over_zmq.history) == min(first.history) == 0
+        await plain.reach(last)
+        assert plain.history == first.plain_history()
+        assert plain.removed > BLOCKS
         assert first.clears == run.resets == over_zmq.clears
         assert min(first.stored[kind] for kind in product(MODELS, (False, True))) > BLOCKS // 4
         assert sum(first.stored.values()) > 10 * BLOCKS, "hardly anything was evicted"
@@ -424,4 +461,5 @@ async def test_everybody_has_the_same_set_and_it_is_true(engines: EngineSlot) ->
         assert reused
         for other in (first, resuming, *joined[-3:]):
             await other.leave()
+        await plain.leave()
         print(f"{REQUESTS} requests, {run.resets} resets, {last + 1} batches, {first.stored}")

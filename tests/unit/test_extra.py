@@ -18,6 +18,52 @@ from tests.unit.scripted_engine import FACTS
 REASONING = replace(FACTS, thinking_budget=True)
 
 
+REFUSED: tuple[tuple[str, Any], ...] = (
+    ("logit_bias", {}),
+    ("logit_bias", []),
+    ("logit_bias", "7"),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"07": 1}),
+    ("logit_bias", {"1000": 1}),
+    ("logit_bias", {"99999999999999999999": 1}),
+    ("logit_bias", {"7": 100.5}),
+    ("logit_bias", {"7": "1"}),
+    ("logit_bias", {"7": True}),
+    ("logit_bias", {"7": None}),
+    ("logit_bias", {"7": float("nan")}),
+    ("logit_bias", {"7": float("inf")}),
+    ("logit_bias", {str(token): 1 for token in range(1025)}),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", 5),
+    ("allowed_token_ids", [1000]),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", [0.5]),
+    ("allowed_token_ids", [True]),
+    ("allowed_token_ids", ["1"]),
+    ("allowed_token_ids", [float("inf")]),
+    ("allowed_token_ids", [1] * 1025),
+    ("bad_words", []),
+    ("bad_words", "word"),
+    ("bad_words", [" "]),
+    ("bad_words", [1]),
+    ("bad_words", ["x"] * 65),
+    ("bad_words", ["x" * 401]),
+    ("thinking_token_budget", -1),
+    ("thinking_token_budget", 0.5),
+    ("thinking_token_budget", "5"),
+    ("thinking_token_budget", 2.0**31),
+    ("skip_special_tokens", 1),
+    ("skip_special_tokens", "false"),
+    ("skip_special_tokens", None),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+    ("truncate_prompt_tokens", 1000),
+    ("truncate_prompt_tokens", 1.5),
+)
+"""Values that no engine with a vocabulary and a context of 1000 takes."""
+
+
 def struct(**entries: Any) -> split.Struct:
     result = split.Struct()
     result.update(entries)
@@ -65,52 +111,7 @@ def test_everything_else_is_ignored(entries: dict[str, Any]) -> None:
     assert read(**entries) is NOTHING
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("logit_bias", {}),
-        ("logit_bias", []),
-        ("logit_bias", "7"),
-        ("logit_bias", {"x": 1}),
-        ("logit_bias", {"-1": 1}),
-        ("logit_bias", {"07": 1}),
-        ("logit_bias", {"1000": 1}),
-        ("logit_bias", {"99999999999999999999": 1}),
-        ("logit_bias", {"7": 100.5}),
-        ("logit_bias", {"7": "1"}),
-        ("logit_bias", {"7": True}),
-        ("logit_bias", {"7": None}),
-        ("logit_bias", {"7": float("nan")}),
-        ("logit_bias", {"7": float("inf")}),
-        ("logit_bias", {str(token): 1 for token in range(1025)}),
-        ("allowed_token_ids", []),
-        ("allowed_token_ids", 5),
-        ("allowed_token_ids", [1000]),
-        ("allowed_token_ids", [-1]),
-        ("allowed_token_ids", [0.5]),
-        ("allowed_token_ids", [True]),
-        ("allowed_token_ids", ["1"]),
-        ("allowed_token_ids", [float("inf")]),
-        ("allowed_token_ids", [1] * 1025),
-        ("bad_words", []),
-        ("bad_words", "word"),
-        ("bad_words", [" "]),
-        ("bad_words", [1]),
-        ("bad_words", ["x"] * 65),
-        ("bad_words", ["x" * 401]),
-        ("thinking_token_budget", -1),
-        ("thinking_token_budget", 0.5),
-        ("thinking_token_budget", "5"),
-        ("thinking_token_budget", 2.0**31),
-        ("skip_special_tokens", 1),
-        ("skip_special_tokens", "false"),
-        ("skip_special_tokens", None),
-        ("truncate_prompt_tokens", 0),
-        ("truncate_prompt_tokens", -2),
-        ("truncate_prompt_tokens", 1000),
-        ("truncate_prompt_tokens", 1.5),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), REFUSED)
 def test_what_is_refused(key: str, value: Any) -> None:
     with pytest.raises(OpenEngineError) as caught:
         read(**{key: value})

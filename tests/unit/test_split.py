@@ -10,6 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from google.rpc import status_pb2
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from openengine_vllm.protocol import split
 from openengine_vllm.protocol import v1 as pb
@@ -19,6 +20,7 @@ from openengine_vllm.protocol.split.service_pb2_grpc import ControlStub, Inferen
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 from openengine_vllm.registry import EndReason
 from tests.support.calls import standard_status
+from tests.support.field_client import is_callers_fault
 from tests.support.kv_messages import removed, stored
 from tests.support.kv_publisher import publishers
 from tests.unit.kv_service import kv_service
@@ -110,6 +112,43 @@ async def test_a_starting_server_is_unavailable_and_says_three_things() -> None:
             error, detail = await refusal(call)
             assert error.code() is StatusCode.UNAVAILABLE
             assert detail.retryable
+
+
+async def test_what_another_worker_may_try() -> None:
+    """A full queue, a drain and a dead engine; a fault of the caller's own is none of these."""
+    async with serve(capacity=1) as service:
+        generate(service, asked())
+        await service.engine.accepted("r")
+
+        async def refused() -> split.EngineError:
+            error, detail = await refusal(generate(service, asked("other")))
+            assert not is_callers_fault(error)
+            assert detail.retryable
+            return detail
+
+        assert (await refused()).code == split.ERROR_CODE_OVERLOADED
+        service.lifecycle.drain()
+        assert (await refused()).code == split.ERROR_CODE_DRAINING
+        health = await ControlStub(service.channel).Health(split.HealthRequest())
+        assert health.state == split.HEALTH_STATE_DRAINING
+        service.lifecycle.fail()
+        assert (await refused()).code == split.ERROR_CODE_INTERNAL
+        health = await ControlStub(service.channel).Health(split.HealthRequest())
+        assert health.state == split.HEALTH_STATE_NOT_READY
+
+
+async def test_a_dying_engine_ends_the_stream() -> None:
+    """With a terminal event: a stream that ends without one is fatal to the whole worker."""
+    async with serve() as service:
+        call = generate(service, asked())
+        (collector,) = await service.engine.accepted("r")
+        collector.put("a")
+        collector.break_(EngineDeadError())
+        *_, last = [event async for event in call]
+        assert last.request_id == "r"
+        assert last.error.retryable
+        assert last.HasField("usage")
+        assert await call.code() is StatusCode.OK
 
 
 async def test_metadata_says_what_the_body_cannot() -> None:
