@@ -1,7 +1,6 @@
 """Many subscribers of one publisher at its full pace: none misses anything, none takes memory.
 
-The counts keep a run short. JOIN_ROUNDS = 50 and BATCHES = 40_000 were run by
-hand.
+The counts keep a run short; JOIN_ROUNDS = 50 and BATCHES = 40_000 were run by hand.
 """
 
 from __future__ import annotations
