@@ -70,9 +70,7 @@ def split_generate_request(request: pb.GenerateRequest) -> split.GenerateRequest
         OpenEngineError: UNSUPPORTED_FEATURE for ``metadata``, which could only be lost.
     """
     if request.metadata:
-        raise errors.unsupported_option(
-            "metadata", "the split revision has no place for metadata"
-        )
+        raise errors.unsupported_option("metadata", "the split revision has no place for metadata")
     result = split.GenerateRequest()
     copy_shared(request, result)
     if request.HasField("kv"):
