@@ -36,7 +36,6 @@ from openengine_vllm.engine.requests import (
     GenerationPlan,
     PreparedRequest,
     check_prompt_length,
-    truncated,
 )
 from openengine_vllm.engine.scores import PendingScores, keep_arrays
 from openengine_vllm.engine.sharing import SharedEntrance
@@ -138,8 +137,7 @@ class Engine:
             OpenEngineError: with the path of the field at fault.
         """
         prompt = await self._render(plan)
-        prompt_ids = truncated(prompt["prompt_token_ids"], plan.truncate_prompt_tokens)
-        prompt["prompt_token_ids"] = prompt_ids
+        prompt_ids: list[int] = prompt["prompt_token_ids"]
         path = "prompt" if plan.prompt_ids is None else "token_ids.ids"
         check_prompt_length(len(prompt_ids), plan.min_tokens, path, self.facts)
         check_prompt_information(plan.information, prompt_ids, self.facts, self._most_bytes)
@@ -330,9 +328,15 @@ class Engine:
         if plan.cache_salt:
             raw["cache_salt"] = plan.cache_salt
         renderer = self._llm.renderer
+        tokenizing = None
+        if plan.truncate_prompt_tokens is not None:
+            # As vLLM does it: it takes no text that is longer than the context otherwise.
+            tokenizing = renderer.default_cmpl_tok_params.with_kwargs(
+                truncate_prompt_tokens=plan.truncate_prompt_tokens, truncation_side="left"
+            )
         try:
             (prompt,) = await renderer.render_cmpl_async(
-                [parse_model_prompt(self._llm.model_config, raw)]
+                [parse_model_prompt(self._llm.model_config, raw)], tokenizing
             )
         except (VLLMClientError, ValueError) as error:
             path = "prompt" if plan.prompt_ids is None else "token_ids.ids"
