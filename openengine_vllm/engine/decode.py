@@ -38,8 +38,12 @@ class Detokenizer(Protocol):
         """Special tokens by id; the text leaves them out, their records carry these strings."""
         ...
 
-    def decoder(self, prompt_ids: Sequence[int]) -> TokenDecoder:
-        """A decoder for a sequence that follows this prompt."""
+    def decoder(self, prompt_ids: Sequence[int], *, special: bool = False) -> TokenDecoder:
+        """A decoder for a sequence that follows this prompt.
+
+        Args:
+            special: whether its text has special tokens in it.
+        """
         ...
 
     def pieces(self, vocab_size: int) -> Pieces:
@@ -58,9 +62,9 @@ class FastDetokenizer:
             if token.special
         }
 
-    def decoder(self, prompt_ids: Sequence[int]) -> TokenDecoder:
+    def decoder(self, prompt_ids: Sequence[int], *, special: bool = False) -> TokenDecoder:
         """See :class:`Detokenizer`."""
-        return _FastDecoder(self._tokenizer, *self._end_of(prompt_ids))
+        return _FastDecoder(self._tokenizer, *self._end_of(prompt_ids), special)
 
     def pieces(self, vocab_size: int) -> Pieces:
         """See :class:`Detokenizer`."""
@@ -80,12 +84,15 @@ class FastDetokenizer:
 
 
 class _FastDecoder:
-    __slots__ = ("_prompt_rest", "_stream", "_tokenizer")
+    __slots__ = ("_prompt_rest", "_skip_special", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_end: list[int], complete: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_end: list[int], complete: bool, special: bool
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = not special
         clean, rest, self._prompt_rest = _split_prompt(tokenizer, prompt_end, complete)
-        self._stream = DecodeStream(ids=clean, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=clean, skip_special_tokens=self._skip_special)
         for token_id in rest:
             self._advance(token_id)
 
@@ -107,27 +114,8 @@ class _FastDecoder:
             # not to be; its state is lost then, and decoding starts afresh at this token.
             if not str(error).startswith(_INVALID_PREFIX):
                 raise
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
             return self._stream.step(self._tokenizer, token_id)
-
-
-class SpecialText:
-    """A decoder whose text has special tokens in it.
-
-    Args:
-        decoder: leaves them out.
-        special_tokens: their strings by id.
-    """
-
-    __slots__ = ("_decoder", "_special")
-
-    def __init__(self, decoder: TokenDecoder, special_tokens: Mapping[int, str]) -> None:
-        self._decoder = decoder
-        self._special = special_tokens
-
-    def step(self, token_id: int) -> str:
-        """See :class:`TokenDecoder`."""
-        return self._decoder.step(token_id) or self._special.get(token_id, "")
 
 
 def _split_prompt(

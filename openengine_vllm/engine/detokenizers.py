@@ -21,7 +21,7 @@ class _NoText:
 
     special_tokens: Mapping[int, str] = MappingProxyType({})
 
-    def decoder(self, prompt_ids: Sequence[int]) -> _NoText:
+    def decoder(self, prompt_ids: Sequence[int], *, special: bool = False) -> _NoText:
         return self
 
     def step(self, token_id: int) -> str:

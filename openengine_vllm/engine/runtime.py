@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from openengine_vllm.engine.decode import Detokenizer, SpecialText, TokenDecoder
+from openengine_vllm.engine.decode import Detokenizer
 from openengine_vllm.engine.facts import ModelFacts
 from openengine_vllm.engine.gate import BatchGate
 from openengine_vllm.engine.guide_checker import CheckedGuide, GuideChecker
@@ -364,9 +364,9 @@ class Engine:
         if plan.information.outputs or plan.information.prompt:
             keep_arrays(self._llm, collector.request_id, pending)
         special = self._detokenizer.special_tokens
-        decoder: TokenDecoder = self._detokenizer.decoder(request.prompt_ids)
-        if not plan.skip_special_tokens:
-            decoder = SpecialText(decoder, special)
+        decoder = self._detokenizer.decoder(
+            request.prompt_ids, special=not plan.skip_special_tokens
+        )
         output = SequenceOutput(decoder, special, plan.rules)
         return RunningSequence(index, engine_id, collector, output)
 

@@ -32,9 +32,9 @@ class SlowDetokenizer:
             zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
         )
 
-    def decoder(self, prompt_ids: Sequence[int]) -> TokenDecoder:
+    def decoder(self, prompt_ids: Sequence[int], *, special: bool = False) -> TokenDecoder:
         """See :class:`openengine_vllm.engine.decode.Detokenizer`."""
-        return _SlowDecoder(self._tokenizer, prompt_ids)
+        return _SlowDecoder(self._tokenizer, prompt_ids, special)
 
     def pieces(self, vocab_size: int) -> Pieces:
         """See :class:`openengine_vllm.engine.decode.Detokenizer`."""
@@ -46,12 +46,13 @@ class SlowDetokenizer:
 
 
 class _SlowDecoder:
-    def __init__(self, tokenizer: TokenizerLike, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TokenizerLike, prompt_ids: Sequence[int], special: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = not special
         self._tokens, self._prefix, self._read = convert_prompt_ids_to_tokens(
             tokenizer=tokenizer,
             prompt_ids=list(prompt_ids[-_PRIMING_WINDOW:]),
-            skip_special_tokens=True,
+            skip_special_tokens=self._skip_special,
         )
 
     def step(self, token_id: int) -> str:
@@ -62,7 +63,7 @@ class _SlowDecoder:
             prev_tokens=self._tokens,
             prefix_offset=self._prefix,
             read_offset=self._read,
-            skip_special_tokens=True,
+            skip_special_tokens=self._skip_special,
             spaces_between_special_tokens=True,
         )
         self._tokens.extend(tokens)

@@ -88,7 +88,8 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7, "top_p": 0.9, "presenc
 async def test_its_tokens_are_those_of_generate(
     client: Dynamo, operated: Peer, name: str, parts: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    items, error = await client.caller.run(name, asked(**parts))
+    request_id = f"dynamo-{name}"
+    items, error = await client.caller.run(request_id, asked(**parts))
     assert error is None
     given = cast("GenerateOptions", {"max_tokens": TOKENS, "ignore_eos": True, **options})
     direct = await operated.generate(PROMPT, **given)
@@ -96,11 +97,11 @@ async def test_its_tokens_are_those_of_generate(
     assert items[-1]["finish_reason"] == ("stop" if name == "stop" else "length")
     assert items[-1]["completion_usage"]["prompt_tokens"] == len(PROMPT)
     assert items[-1]["completion_usage"]["completion_tokens"] >= len(tokens(items))
-    assert outcomes(operated, name) == ["ok"]
+    assert outcomes(operated, request_id) == ["ok"]
 
 
 async def test_scores(client: Dynamo, operated: Peer) -> None:
-    items, error = await client.caller.run("scores", asked(output_options={"logprobs": 3}))
+    items, error = await client.caller.run("dynamo-scores", asked(output_options={"logprobs": 3}))
     assert error is None
     direct = await operated.generate(
         PROMPT, max_tokens=TOKENS, ignore_eos=True, temperature=0.0, output_logprobs=3
@@ -115,20 +116,22 @@ async def test_scores(client: Dynamo, operated: Peer) -> None:
 
 async def test_a_dropped_request_leaves_the_engine_idle(client: Dynamo, operated: Peer) -> None:
     endless = asked(stop_conditions={"max_tokens": ENDLESS_TOKENS})
-    items, error = await client.caller.run("dropped", endless, items=5)
+    items, error = await client.caller.run("dynamo-dropped", endless, items=5)
     assert error is None
     assert len(tokens(items)) >= 5
     await eventually(lambda: idle(operated), "idle")
-    await eventually(lambda: outcomes(operated, "dropped") == ["cancelled"], "it was cancelled")
+    await eventually(
+        lambda: outcomes(operated, "dynamo-dropped") == ["cancelled"], "it was cancelled"
+    )
     # The same worker goes on.
-    items, error = await client.caller.run("next", asked())
+    items, error = await client.caller.run("dynamo-next", asked())
     assert error is None
     assert len(tokens(items)) == TOKENS
 
 
 @pytest.mark.parametrize("who", ["caller", "sidecar"])
 async def test_a_death_leaves_the_engine_idle(client: Dynamo, operated: Peer, who: str) -> None:
-    request_id = f"death-{who}"
+    request_id = f"dynamo-death-{who}"
     client.caller.send(request_id, asked(stop_conditions={"max_tokens": ENDLESS_TOKENS}))
     await client.caller.read()
     (client.sidecar if who == "sidecar" else client.caller.process).kill()
@@ -137,10 +140,12 @@ async def test_a_death_leaves_the_engine_idle(client: Dynamo, operated: Peer, wh
 
 
 async def test_a_refusal_reaches_its_caller(client: Dynamo, operated: Peer) -> None:
-    items, error = await client.caller.run("hot", asked(sampling_options={"temperature": 5.0}))
+    items, error = await client.caller.run(
+        "dynamo-hot", asked(sampling_options={"temperature": 5.0})
+    )
     assert items == []
     assert "sampling.temperature is 5" in str(error)
-    assert outcomes(operated, "hot") == ["rejected"]
+    assert outcomes(operated, "dynamo-hot") == ["rejected"]
 
 
 @pytest.mark.parametrize(
@@ -157,10 +162,10 @@ async def test_a_refusal_reaches_its_caller(client: Dynamo, operated: Peer) -> N
 async def test_what_it_refuses_by_itself(
     client: Dynamo, operated: Peer, parts: dict[str, Any]
 ) -> None:
-    items, error = await client.caller.run("own", asked(**parts))
+    items, error = await client.caller.run("dynamo-own", asked(**parts))
     assert items == []
     assert "n must be 1" in str(error) or "not supported by the TensorRT-LLM" in str(error)
-    assert outcomes(operated, "own") == []
+    assert outcomes(operated, "dynamo-own") == []
 
 
 async def test_all_of_it_listens_on_this_machine_alone(client: Dynamo) -> None:

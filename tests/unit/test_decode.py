@@ -50,6 +50,27 @@ def test_special_tokens_are_those_that_decoding_leaves_out() -> None:
         assert BYTES.decode([token_id], skip_special_tokens=False) == text
 
 
+@given(
+    st.lists(st.one_of(st.binary(min_size=1, max_size=4), st.sampled_from(SPECIALS)), max_size=9)
+)
+@example([b"\xe2\x82", SPECIALS[0], b"\xac"])
+def test_special_tokens_can_be_shown(parts: list[bytes | str]) -> None:
+    """In their places: what is unfinished before one is shown before it, and joins nothing."""
+    prompt = [0, *byte_ids(BYTES, b"fox")]
+    ids = [
+        token_id
+        for part in parts
+        for token_id in (
+            byte_ids(BYTES, part) if isinstance(part, bytes) else [special_id(BYTES, part)]
+        )
+    ]
+    decoder = FastDetokenizer(BYTES).decoder(prompt, special=True)
+    text = "".join(decoder.step(token_id) for token_id in ids)
+
+    whole = BYTES.decode(ids, skip_special_tokens=False)
+    assert text == whole or (whole.startswith(text) and set(whole[len(text) :]) == {REPLACEMENT})
+
+
 def test_an_added_token_that_is_not_special_is_text() -> None:
     assert decode(BYTES, [0], [special_id(BYTES, TOOL)]) == [TOOL]
 

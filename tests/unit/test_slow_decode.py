@@ -29,8 +29,10 @@ def tekken(tmp_path_factory: pytest.TempPathFactory) -> TokenizerLike:
     return MistralTokenizer.from_pretrained(str(folder))
 
 
-def by_vllm(tokenizer: TokenizerLike, prompt: list[int], tokens: list[int]) -> list[str]:
-    params = SamplingParams(max_tokens=1 << 20)
+def by_vllm(
+    tokenizer: TokenizerLike, prompt: list[int], tokens: list[int], *, special: bool = False
+) -> list[str]:
+    params = SamplingParams(max_tokens=1 << 20, skip_special_tokens=not special)
     request = EngineCoreRequest("r", prompt, None, params, None, 0.0, None, None, None)
     state = SlowIncrementalDetokenizer(tokenizer, request)
     pieces = []
@@ -41,8 +43,10 @@ def by_vllm(tokenizer: TokenizerLike, prompt: list[int], tokens: list[int]) -> l
     return pieces
 
 
-def decode(tokenizer: TokenizerLike, prompt: list[int], tokens: list[int]) -> list[str]:
-    decoder = SlowDetokenizer(tokenizer).decoder(prompt)
+def decode(
+    tokenizer: TokenizerLike, prompt: list[int], tokens: list[int], *, special: bool = False
+) -> list[str]:
+    decoder = SlowDetokenizer(tokenizer).decoder(prompt, special=special)
     return [decoder.step(token) for token in tokens]
 
 
@@ -52,11 +56,12 @@ byt5_ids = st.one_of(
 )
 
 
-@given(byt5_ids, byt5_ids)
-def test_pieces_are_vllms(prompt: list[int], tokens: list[int]) -> None:
+@given(byt5_ids, byt5_ids, st.booleans())
+def test_pieces_are_vllms(prompt: list[int], tokens: list[int], special: bool) -> None:
     prompt = prompt or [BYT5.eos_token_id]
 
-    assert decode(BYT5, prompt, tokens) == by_vllm(BYT5, prompt, tokens)
+    ours = decode(BYT5, prompt, tokens, special=special)
+    assert ours == by_vllm(BYT5, prompt, tokens, special=special)
 
 
 def test_a_long_prompt_does_not_change_the_text() -> None:
