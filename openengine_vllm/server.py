@@ -36,7 +36,7 @@ from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler
 from openengine_vllm.services.kv_events import KvEventsService
 from openengine_vllm.services.load import LoadService
-from openengine_vllm.services.lora import LORA_HANDLERS
+from openengine_vllm.services.lora import lora_handlers
 from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.readings import add_readings
 from openengine_vllm.services.runtime_events import RuntimeEventsService
@@ -212,7 +212,7 @@ class Server:
             "SubscribeRuntimeEvents": self._events.subscribe,
             "GetKvEventSources": self._kv_events.sources,
             "SubscribeKvEvents": self._kv_events.subscribe,
-            **LORA_HANDLERS,
+            **lora_handlers(self.lifecycle),
         }
         services = {
             SERVICE_NAME: handlers,

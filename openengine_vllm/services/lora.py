@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from openengine_vllm.lifecycle import Lifecycle
 from openengine_vllm.protocol import errors
 from openengine_vllm.services.handlers import Context, Handler
 
 
-async def _off(request: Any, context: Context) -> NoReturn:
-    raise errors.feature_off("the server runs without LoRA adapters")
+def lora_handlers(lifecycle: Lifecycle) -> dict[str, Handler]:
+    """By method name."""
 
+    async def off(request: Any, context: Context) -> NoReturn:
+        _ = lifecycle.serving
+        raise errors.feature_off("the server runs without LoRA adapters")
 
-LORA_HANDLERS: dict[str, Handler] = dict.fromkeys(("LoadLora", "UnloadLora", "ListLoras"), _off)
-"""By method name."""
+    return dict.fromkeys(("LoadLora", "UnloadLora", "ListLoras"), off)

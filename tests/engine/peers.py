@@ -47,6 +47,7 @@ SCORED_FLAGS = (
     *("--max-logprobs", "-1"),
     *("--scheduling-policy", "priority"),
     *("--max-num-seqs", str(SCORED_SLOTS)),
+    *("--kv-events-config", '{"enable_kv_cache_events": false}'),
     "--enable-prefix-caching",
     *ENGINE_FLAGS,
 )

@@ -209,7 +209,19 @@ async def test_live_duplicate_is_rejected_and_the_first_goes_on(tiny: Peer) -> N
     assert await tiny.is_ready()
 
 
-UNIMPLEMENTED = [method for method in pb.SERVICE.methods if method.name not in IMPLEMENTED]
+LORA = [method for method in pb.SERVICE.methods if "Lora" in method.name]
+UNIMPLEMENTED = [
+    method for method in pb.SERVICE.methods if method.name not in IMPLEMENTED and method not in LORA
+]
+
+
+@pytest.mark.parametrize("method", LORA, ids=lambda method: method.name)
+async def test_a_server_without_adapters_says_so(method: Any, tiny: Peer) -> None:
+    rpc = getattr(tiny.stub, method.name)
+    error = await refusal(rpc(getattr(pb, method.input_type.name)()))
+    assert error.status is grpc.StatusCode.FAILED_PRECONDITION
+    assert error.code == pb.ERROR_CODE_UNSUPPORTED_FEATURE
+    assert "LoRA" in error.message
 
 
 @pytest.mark.parametrize("method", UNIMPLEMENTED, ids=lambda method: method.name)

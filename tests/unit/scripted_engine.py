@@ -39,7 +39,7 @@ from openengine_vllm.services.drain import DrainService
 from openengine_vllm.services.generate import GenerateService
 from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.load import LoadService
-from openengine_vllm.services.lora import LORA_HANDLERS
+from openengine_vllm.services.lora import lora_handlers
 from openengine_vllm.services.probe import InferenceProbe
 from openengine_vllm.services.reflection import DESCRIPTORS
 from openengine_vllm.services.runtime_events import RuntimeEventsService
@@ -298,7 +298,7 @@ class Service:
             "Drain": drain.drain,
             "GetLoad": LoadService(self.lifecycle).load,
             "SubscribeRuntimeEvents": self.events.subscribe,
-            **LORA_HANDLERS,
+            **lora_handlers(self.lifecycle),
         }
         own: dict[str, Handler] = {
             "GetServerInfo": discovery.server_info,
