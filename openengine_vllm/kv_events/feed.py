@@ -4,12 +4,14 @@ What the publisher sends and what its replay socket answers goes in, in whatever
 out comes a log of batches numbered without a hole, and the mirror of what is live after the last
 of them. Numbers are the publisher's own until it restarts or loses some for good; then they go
 on from the last, and the first batch after that begins with AllBlocksCleared. They also go on by
-one where the cache is known to be empty before the publisher says so, which makes a batch.
+one where that is known before the publisher has another batch, or where the cache is known to be
+empty before it says so; and a batch that is too large for a message goes on as several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -27,8 +29,8 @@ _KNOWN_BATCHES = 16_384
 _KNOWN_GAPS = 256
 _MAX_AHEAD = 10_000
 _MAX_AHEAD_BYTES = 4 * MAX_PAYLOAD_BYTES
-_SNAPSHOT_BYTES = 256 * 1024
-"""Of the events in one snapshot batch; its bound is 1 MiB, an event may be larger."""
+_BATCH_BYTES = 256 * 1024
+"""Of the events in one batch of ours; its bound is 1 MiB, an event may be larger."""
 
 
 @dataclass(slots=True)
@@ -91,7 +93,7 @@ class Snapshot:
                 if event is None:
                     yield None
                     continue
-                if events and size + len(event) > _SNAPSHOT_BYTES:
+                if events and size + len(event) > _BATCH_BYTES:
                     yield self._response(events)
                     events, size = [], 0
                     empty = False
@@ -105,6 +107,17 @@ class Snapshot:
 
     def _response(self, events: list[bytes]) -> bytes:
         return wire.response(wire.batch(self.number, self._time_ns, self.rank, events))
+
+
+def _parts(events: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """The events as one batch, or as several where one would be too large for a message."""
+    start = size = 0
+    for index, event in enumerate(events):
+        if index > start and size + len(event) > _BATCH_BYTES:
+            yield events[start:index]
+            start, size = index, 0
+        size += len(event)
+    yield events[start:]
 
 
 class RankFeed:
@@ -180,6 +193,14 @@ class RankFeed:
 
     def replay_ended(self, complete: bool) -> None:
         """The replay socket has no more to say; ``complete`` if it has said so itself."""
+        self._end_replay(complete)
+        if self._announce and self.wants is None and self.log.first is not None:
+            # What comes next may be a long time off, and what is known is over now.
+            self._announce = False
+            self.mirror.clear()
+            self._put(time.time_ns(), [wire.ALL_BLOCKS_CLEARED], frozenset())
+
+    def _end_replay(self, complete: bool) -> None:
         self.wants = None
         if complete and not self._frames:
             if self._next is None and not self._ahead:
@@ -282,19 +303,22 @@ class RankFeed:
 
     def _put(self, time_ns: int, events: list[bytes], keyed: frozenset[bytes]) -> None:
         self._time_ns = time_ns
-        data = wire.batch(self.log.next, time_ns, self.rank, events)
-        self.log.append(wire.response(data), keyed)
-        self.counts.batches += 1
+        for part in _parts(events):
+            data = wire.batch(self.log.next, time_ns, self.rank, part)
+            self.log.append(wire.response(data), keyed)
+            self.counts.batches += 1
 
     def _changes(self, batch: Batch) -> list[bytes]:
         counts, mirror = self.counts, self.mirror
-        malformed = mirror.malformed
+        malformed, orphans = mirror.malformed, mirror.orphans
         changes = mirror.apply(batch.events)
         counts.unknown_events += batch.unknown
         malformed = batch.malformed + mirror.malformed - malformed
         if malformed:
             counts.malformed_events += malformed
             self._warn("malformed KV events are left out", batch=self.log.next, events=malformed)
+        if mirror.orphans != orphans:
+            self._warn("KV blocks are left out: the one before them is not known")
         if batch.rank is not None and batch.rank != self.rank:
             self._warn("publisher names another rank", publisher=batch.rank)
         return changes

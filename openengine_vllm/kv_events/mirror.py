@@ -14,6 +14,10 @@ from openengine_vllm.kv_events import wire
 from openengine_vllm.kv_events.decode import REMOVED, STORED
 
 _PAUSE_BLOCKS = 4096
+_EVENT_BYTES = 128 * 1024
+"""Of tokens and keys in one stored event; what is longer goes on in another."""
+_EVENT_HASHES = 1024
+"""In one removed event."""
 _FULL_ATTENTION = (None, "", "full_attention")
 """Kinds of a group, one that is not told included."""
 
@@ -33,6 +37,8 @@ class Mirror:
         """Events left out because their extra keys cannot be passed on."""
         self.unknown_removals = 0
         """Removed hashes that were not live."""
+        self.orphans = 0
+        """Stored blocks left out because the one before them is not live: it was lost."""
         self._clears = 0
         self._foretold = 0
         self._keyed: dict[wire.Place, set[bytes]] = {}
@@ -146,7 +152,7 @@ class Mirror:
         run_tokens: list[bytes] = []
         run_keys: list[bytes] = []
         new_keyed: list[bytes] = []
-        end = 0
+        run_size = end = 0
         for index, block in enumerate(map(wire.block_hash, event.block_hashes)):
             start, end = end, end + size
             if block in group:
@@ -156,6 +162,9 @@ class Mirror:
                     changes.append(_chain(run_hashes, run_parent, run_tokens, common, run_keys))
                     run_hashes, run_tokens, run_keys = [], [], []
                 run_parent = block
+            elif parent is not None and not self._is_live(parent, group):
+                # Nobody could place it, and a salt in front of it may be lost with the rest.
+                self.orphans += 1
             else:
                 packed = wire.tokens(event.token_ids[start:end])
                 if each_keys is not None:
@@ -172,6 +181,11 @@ class Mirror:
                 group[block] = wire.stored((block,), parent, packed, common, keys)
                 run_hashes.append(block)
                 run_tokens.append(packed)
+                run_size += len(packed) + len(keys)
+                if run_size > _EVENT_BYTES:
+                    changes.append(_chain(run_hashes, run_parent, run_tokens, common, run_keys))
+                    run_hashes, run_tokens, run_keys, run_size = [], [], [], 0
+                    run_parent = block
             parent = block
         if len(run_hashes) == 1:
             changes.append(group[run_hashes[0]])
@@ -179,6 +193,10 @@ class Mirror:
             changes.append(_chain(run_hashes, run_parent, run_tokens, common, run_keys))
         if new_keyed:
             self.keyed_changes |= set(new_keyed)
+
+    def _is_live(self, block: bytes, group: Blocks) -> bool:
+        """Whether it is in this group, or else in any other."""
+        return block in group or any(block in other for other in self._groups.values())
 
     def _note_group(self, group: int, kind: str | None) -> None:
         if kind in _FULL_ATTENTION and (not self._has_full_group or group < self.full_group):
@@ -200,8 +218,8 @@ class Mirror:
         if keyed := self._keyed.get(place):
             self.keyed_changes |= keyed.intersection(gone)
             keyed.difference_update(gone)
-        if gone:
-            changes.append(wire.removed(gone, where, group_idx))
+        for start in range(0, len(gone), _EVENT_HASHES):
+            changes.append(wire.removed(gone[start : start + _EVENT_HASHES], where, group_idx))
 
 
 def _chain(

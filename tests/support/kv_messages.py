@@ -41,6 +41,11 @@ def stored(
     }
 
 
+def large(count: int) -> dict[str, Any]:
+    """A chain of so many blocks with the hashes from 1 on, some 190 bytes of tokens each."""
+    return stored(range(1, count + 1), tokens=[99_999] * (64 * count), block_size=64)
+
+
 def tokens_of(value: int | bytes) -> list[int]:
     """The tokens of the block with this hash, in these tests."""
     number = value if isinstance(value, int) else int.from_bytes(value[-8:], "big")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openengine_vllm.kv_events import wire
 from openengine_vllm.kv_events.feed import RankFeed
 from openengine_vllm.protocol import v1 as pb
-from tests.support.kv_messages import CLEARED, BlockSet, parse, payload, removed, stored
+from tests.support.kv_messages import CLEARED, BlockSet, large, parse, payload, removed, stored
 
 
 class Publisher:
@@ -245,7 +245,20 @@ def test_a_restart_without_any_batch() -> None:
     answer(feed, new)
     assert feed.counts.restarts == 1
     live(feed, *new.blocks(1))
-    assert out(feed)[3:] == [(3, [-1, 1000])]
+    assert out(feed)[3:] == [(3, [-1]), (4, [1000])]
+
+
+def test_a_batch_that_is_too_large_for_a_message_goes_on_as_several() -> None:
+    feed, reader = new_feed(), BlockSet()
+    feed.live(0, payload(large(4000)))
+    feed.live(1, payload(stored([60_000])))
+    batches = [parse(data) for data in feed.log.read(0, 1000)]
+    assert len(batches) > 2
+    assert [batch.sequence_number for batch in batches] == list(range(len(batches)))
+    assert max(batch.ByteSize() for batch in batches) < 512 * 1024
+    for batch in batches:
+        reader.apply(batch)
+    assert len(reader.blocks) == 4001
 
 
 def test_a_restart_seen_while_a_replay_is_under_way() -> None:
@@ -291,7 +304,7 @@ def test_an_unreadable_batch_that_stays_so_is_a_gap() -> None:
     answer(feed, publisher)
     live(feed, *publisher.blocks(2))
     answer(feed, publisher)
-    assert out(feed) == [(0, [0]), (1, [-1, 2]), (2, [3])]
+    assert out(feed) == [(0, [0]), (1, [-1]), (2, [2]), (3, [3])]
     assert feed.counts.lost == 1
 
 

@@ -19,6 +19,7 @@ from tests.support.kv_messages import (
     CLEARED,
     BlockSet,
     block_set,
+    large,
     parse,
     payload,
     removed,
@@ -60,8 +61,10 @@ def int64(value: int) -> pb.KvBlockHash:
 
 
 def test_a_chain_with_all_its_fields() -> None:
+    mirror = Mirror()
+    apply(mirror, stored([5], group_idx=1))
     [event] = apply(
-        Mirror(),
+        mirror,
         stored(
             [2**63 + 1, 7],
             parent=5,
@@ -137,7 +140,7 @@ def test_copies_are_counted() -> None:
 
 def test_a_chain_that_is_live_in_part_goes_out_in_runs() -> None:
     mirror = Mirror()
-    apply(mirror, stored([1, 2, 3, 4]), removed([4]))
+    apply(mirror, stored([8]), stored([1, 2, 3, 4]), removed([4]))
     apply(mirror, removed([1]))
     events = apply(mirror, stored([9, 1, 2, 5, 6], parent=8))
     assert [
@@ -211,25 +214,54 @@ def test_a_snapshot_of_nothing_is_one_batch() -> None:
 def test_parents_come_first_also_where_they_were_stored_again() -> None:
     mirror = Mirror()
     apply(mirror, stored([1, 2, 3]), stored([4], parent=3), removed([1]), removed([2]))
-    apply(mirror, stored([1, 2]), stored([6], parent=77))
+    apply(mirror, stored([1, 2]))
     reader = BlockSet()
-    assert order(mirror) == [1, 2, 3, 4, 6]
-    reader.strict = False
+    assert order(mirror) == [1, 2, 3, 4]
     for batch in snapshot(mirror):
         reader.apply(batch)
-    assert len(reader.blocks) == 5
+    assert len(reader.blocks) == 4
+
+
+def test_a_block_whose_parent_is_lost_is_left_out_and_all_behind_it() -> None:
+    mirror = Mirror()
+    assert apply(mirror, stored([6, 7], parent=77), stored([8], parent=7)) == []
+    assert (len(mirror), mirror.orphans) == (0, 3)
+    assert apply(mirror, removed([8])) == []
+    assert len(apply(mirror, stored([77]), stored([6, 7], parent=77))) == 2
+    assert order(mirror) == [77, 6, 7]
+
+
+def test_the_parent_may_lie_in_another_medium() -> None:
+    mirror = Mirror()
+    apply(mirror, stored([1]), stored([2], parent=1, medium="CPU"))
+    assert (len(mirror), mirror.orphans) == (2, 0)
+
+
+def test_large_events_go_out_in_pieces() -> None:
+    mirror, reader = Mirror(), BlockSet()
+    values = range(1, 3001)
+    pieces = mirror.apply(decode(payload(large(3000))).events)
+    assert len(pieces) > 2
+    assert max(map(len, pieces)) < 256 * 1024
+    reader.apply(parse(wire.response(wire.batch(1, 2, 3, pieces))))
+    assert len(reader.blocks) == len(values)
+    gone = mirror.apply(decode(payload(removed(values))).events)
+    assert len(gone) > 2
+    reader.apply(parse(wire.response(wire.batch(1, 2, 3, gone))))
+    assert not reader.blocks
 
 
 def test_parents_that_go_round_in_circles() -> None:
     mirror = Mirror()
-    apply(mirror, stored([1], parent=2), stored([2], parent=1), stored([3], parent=3))
+    apply(mirror, stored([1, 2, 3]), removed([1]), stored([1], parent=2))
     assert sorted(order(mirror)) == [1, 2, 3]
 
 
 def test_a_long_chain_that_is_out_of_order_leaves_turns_to_others() -> None:
     mirror = Mirror()
-    for value in reversed(range(20_000)):
-        apply(mirror, stored([value], parent=value - 1 if value else None))
+    apply(mirror, stored(range(20_000)))
+    for value in reversed(range(19_999)):
+        apply(mirror, removed([value]), stored([value], parent=value - 1 if value else None))
     [group] = mirror.blocks().values()
     steps = list(parents_first(group))
     assert steps[:4] == [None] * 4
@@ -317,7 +349,10 @@ def test_a_reader_that_joins_with_a_snapshot_has_what_the_first_one_has(
             if kind == "store":
                 sent.append(stored(of, parent=parent, medium=medium))
                 for value in of:
-                    copies[medium, value] = copies.get((medium, value), 0) + 1
+                    known = any(copies.get((place, parent)) for place in ("GPU", "CPU"))
+                    if parent is None or known or copies.get((medium, value)):
+                        copies[medium, value] = copies.get((medium, value), 0) + 1
+                    parent = value
             elif kind == "remove":
                 sent.append(removed(of, medium=medium))
                 for value in of:

@@ -36,8 +36,8 @@ def hashes(event: pb.KvEvent) -> list[bytes]:
 
 
 def test_hashes_are_signed_decimal_numbers() -> None:
-    [batch] = plain(fed([stored([7, 2**63], parent=2**64 - 1), removed([7])]))
-    first, second = batch.events
+    [batch] = plain(fed([stored([2**64 - 1]), stored([7, 2**63], parent=2**64 - 1), removed([7])]))
+    _, first, second = batch.events
     assert hashes(first) == [b"7", b"-9223372036854775808"]
     assert first.block_stored.parent_block_hash.value == b"-1"
     assert hashes(second) == [b"7"]
