@@ -264,8 +264,7 @@ def _run(settings: ServerSettings, arguments: list[str], announce: Callable[[str
         }
         pairs = " ".join(f"{key}={value}" for key, value in told.items() if value is not None)
         announce(f"openengine ready {pairs}")
-        tls = settings.tls is not None
-        announce("try: " + _next_command(addresses.grpc, serving.has_chat_template, tls))
+        announce("try: " + _next_command(addresses.grpc, serving.has_chat_template, settings))
 
     async def serve() -> int:
         return await Process(settings, load, on_ready).run()
@@ -311,7 +310,7 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _next_command(address: str, chat: bool, tls: bool) -> str:
+def _next_command(address: str, chat: bool, settings: ServerSettings) -> str:
     script = shutil.which(PROG)
     if script and "TOX_ENV_NAME" not in os.environ:
         program = PROG
@@ -321,8 +320,12 @@ def _next_command(address: str, chat: bool, tls: bool) -> str:
             path = path.relative_to(Path.cwd())
         program = str(path)
     target = "" if address == f"127.0.0.1:{DEFAULT_PORT}" else f" --target {address}"
-    if tls:
-        target += " --tls"
+    if settings.tls is not None:
+        target += " --tls-ca CA.pem"
+        if settings.tls.client_ca is not None:
+            target += " --tls-cert CERT.pem --tls-key KEY.pem"
+    if settings.api_keys:
+        target += " --api-key KEY"
     prompt = '--chat "What is the capital of France?"' if chat else '"Once upon a time"'
     return f"{program} generate{target} {prompt}"
 

@@ -15,6 +15,10 @@ from openengine_vllm.services.handlers import Handler, service_handler
 from openengine_vllm.services.reflection import DESCRIPTORS, add_reflection
 from openengine_vllm.settings import ServerSettings
 
+LIVENESS_NAME = "liveness"
+"""What grpc.health.v1 calls whether the process is of use still: also while it starts and drains,
+so that whoever restarts what is not alive lets it finish."""
+
 
 def grpc_server(
     settings: ServerSettings,
@@ -55,8 +59,11 @@ def grpc_server(
     return server
 
 
-async def report(health: HealthServicer, settings: ServerSettings, *, serving: bool) -> None:
+async def report(
+    health: HealthServicer, settings: ServerSettings, *, serving: bool, alive: bool = True
+) -> None:
     """Have grpc.health.v1 tell of all services whether they can be used."""
     status = health_pb2.HealthCheckResponse
+    await health.set(LIVENESS_NAME, status.SERVING if alive else status.NOT_SERVING)
     for name in ("", *(name for revision in settings.revisions for name in revision.services)):
         await health.set(name, status.SERVING if serving else status.NOT_SERVING)

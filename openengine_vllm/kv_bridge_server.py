@@ -29,6 +29,9 @@ from openengine_vllm.settings import ServerSettings
 
 _log = structlog.get_logger(__name__)
 
+_REACH_SECONDS = 5.0
+"""After which a publisher that is away is told of."""
+
 
 class KvBridgeServer:
     """A bridge and its gRPC server, which is to be bound before :meth:`start`.
@@ -77,12 +80,20 @@ class KvBridgeServer:
         self._events.attach(self._bridge, address, settings.advertise_host)
         await report(self._grpc_health, settings, serving=True)
         await self.grpc_server.start()
-        self._watching = asyncio.ensure_future(self._stalls.run())
+        self._watching = asyncio.ensure_future(self._watch())
         _log.info("listening", address=address, instance=self._instance_id)
         if not (settings.loopback or settings.authenticates):
             _log.warning(
                 "anyone who can reach the address can read what is cached", address=address
             )
+
+    async def _watch(self) -> None:
+        await self._bridge.reached(_REACH_SECONDS)
+        for number, rank in self._bridge.ranks.items():
+            if not rank.source.connected:
+                endpoint = rank.source.publisher.endpoint
+                _log.warning("KV event publisher not reached yet", rank=number, endpoint=endpoint)
+        await self._stalls.run()
 
     async def stop(self, grace: float) -> None:
         """End all subscriptions and stop; those that do not read get ``grace`` seconds."""

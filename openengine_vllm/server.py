@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
 from openengine_vllm.binding import bind
@@ -46,10 +45,6 @@ from openengine_vllm.settings import ServerSettings
 from openengine_vllm.tls import server_credentials
 
 _log = structlog.get_logger(__name__)
-
-LIVENESS_NAME = "liveness"
-"""What grpc.health.v1 calls whether the process is of use still: also while it starts and drains,
-so that whoever restarts what is not alive lets it finish."""
 
 _DEATH_POLL_SECONDS = 0.2
 _FLUSH_SECONDS = 2.0
@@ -243,10 +238,12 @@ class Server:
 
     async def _report_health(self) -> None:
         state = self.lifecycle.state
-        await report(self._health, self._settings, serving=state == pb.HEALTH_STATE_READY)
-        alive = state != pb.HEALTH_STATE_NOT_READY
-        status = health_pb2.HealthCheckResponse
-        await self._health.set(LIVENESS_NAME, status.SERVING if alive else status.NOT_SERVING)
+        await report(
+            self._health,
+            self._settings,
+            serving=state == pb.HEALTH_STATE_READY,
+            alive=state != pb.HEALTH_STATE_NOT_READY,
+        )
 
 
 async def first(*futures: asyncio.Future[Any]) -> None:

@@ -8,7 +8,7 @@ does harm with (`extra_args`, and with it the parameters of KV transfer) is not 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -38,11 +38,18 @@ class ExtraOptions:
 NOTHING: Final = ExtraOptions()
 
 
-def plan_extra(extra: split.Struct, model: ModelFacts, *, guided: bool) -> ExtraOptions:
+def plan_extra(
+    extra: split.Struct,
+    model: ModelFacts,
+    *,
+    guided: bool = False,
+    forbidden: Collection[int] = (),
+) -> ExtraOptions:
     """Read the known keys.
 
     Args:
         guided: whether the output has a guide.
+        forbidden: token ids that cannot come at first: stops, where there have to be tokens.
 
     Raises:
         OpenEngineError: with the path of the key at fault and what it allows.
@@ -57,6 +64,14 @@ def plan_extra(extra: split.Struct, model: ModelFacts, *, guided: bool) -> Extra
     for mask in _MASKS:
         if guided and mask in sampling:
             raise rejected(f"extra.{mask}", "cannot be combined with guided")
+    if all(mask in sampling for mask in _MASKS):
+        # What a text is in tokens is known too late to see whether any token is left.
+        raise rejected("extra.bad_words", "cannot be combined with extra.allowed_token_ids")
+    allowed = sampling.get("allowed_token_ids")
+    if allowed is not None and forbidden and not set(allowed).difference(forbidden):
+        raise rejected(
+            "extra.allowed_token_ids", "has stop tokens alone, which min_tokens forbids at first"
+        )
     return ExtraOptions(
         sampling=sampling,
         skip_special_tokens=_flag(known, "skip_special_tokens", default=True),

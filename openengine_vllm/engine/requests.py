@@ -102,7 +102,9 @@ def plan_generation(
     _check_metadata(request.metadata)
     options = NOTHING
     if extra is not None:
-        options = plan_extra(extra, model, guided=request.HasField("guided"))
+        options = plan_extra(
+            extra, model, guided=request.HasField("guided"), forbidden=_forbidden(request.stopping)
+        )
     prompt, prompt_ids = _prompt(request, model, options)
     sequences = _sequences(request.sampling, allowed)
     sampling = _sampling(request.sampling, model)
@@ -182,6 +184,17 @@ def _check_unsupported(request: pb.GenerateRequest) -> None:
         raise unsupported("media", "is not supported by this server")
     if request.lora_name:
         raise unsupported("lora_name", "is not supported by this server")
+
+
+def _forbidden(stopping: pb.StoppingOptions) -> frozenset[int]:
+    """Stop token ids that ``min_tokens`` keeps from the first tokens."""
+    if not stopping.min_tokens:
+        return frozenset()
+    return frozenset(
+        condition.stop_token_id
+        for condition in stopping.conditions
+        if condition.HasField("stop_token_id")
+    )
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import structlog
 import zmq
 
+from openengine_vllm.hosts import is_loopback
 from openengine_vllm.kv_events.endpoints import TcpEndpoint
 from openengine_vllm.kv_events.feed import RankFeed
 from openengine_vllm.kv_events.republisher import Republisher
@@ -61,6 +62,11 @@ class KvBridge:
         Raises:
             BridgeError: an address cannot be used.
         """
+        if not is_loopback(self.settings.zmq_host):
+            _log.warning(
+                "anyone who can reach the ZMQ sockets can read what is cached",
+                host=self.settings.zmq_host,
+            )
         try:
             for publisher in self._publishers:
                 self._start_rank(publisher)

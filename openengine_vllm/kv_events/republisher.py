@@ -56,6 +56,7 @@ class Republisher:
         self._cursor: BatchCursor = log.cursor()
         self._topic = topic.encode()
         self._replays: set[asyncio.Task[None]] = set()
+        self._refuses = False
         self._publisher = context.socket(zmq.PUB)
         self._router = context.socket(zmq.ROUTER)
         try:
@@ -108,8 +109,11 @@ class Republisher:
             _log.debug("not a replay request", frames=len(frames))
             return
         if len(self._replays) >= _MAX_REPLAYS:
-            _log.warning("too many replays at once")
+            if not self._refuses:
+                _log.warning("too many replays at once")
+            self._refuses = True
             return
+        self._refuses = False
         client, _, start = frames
         replay = asyncio.ensure_future(self._replay(client, int.from_bytes(start, "big")))
         self._replays.add(replay)

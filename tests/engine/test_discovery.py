@@ -19,9 +19,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from openengine_vllm.grpc_server import LIVENESS_NAME
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.revision import OPENENGINE
-from openengine_vllm.server import LIVENESS_NAME
 from tests.engine.peers import MULTI_EOS_SLOTS, Peer
 from tests.engine.rejections import good_request
 from tests.engine.test_rejections import open_stream, refusal

@@ -14,6 +14,7 @@ from openengine_vllm.api_keys import API_KEY_VARIABLE, ApiKeys
 from openengine_vllm.cli import main
 from openengine_vllm.client.commands import COMMANDS
 from openengine_vllm.settings import ServerSettings
+from tests.unit.test_settings import parse
 
 HEAVY = ("vllm", "torch", "transformers", "grpc")
 
@@ -281,9 +282,15 @@ class TestServe:
 )
 @pytest.mark.parametrize(("chat", "prompt"), [(True, "--chat "), (False, '"Once upon a time"')])
 def test_the_next_command_can_be_pasted(address: str, target: str, chat: bool, prompt: str) -> None:
-    command = cli._next_command(address, chat, tls=False)
+    command = cli._next_command(address, chat, parse())
     assert "--tls" not in command
-    assert " --tls " in cli._next_command(address, chat, tls=True)
+    assert "--api-key" not in command
+    tls = ("--tls-cert", "c", "--tls-key", "k")
+    assert " --tls-ca CA.pem " in cli._next_command(address, chat, parse(*tls))
+    guarded = cli._next_command(
+        address, chat, parse(*tls, "--tls-client-ca", "a", "--api-key", "x")
+    )
+    assert " --tls-cert CERT.pem --tls-key KEY.pem --api-key KEY " in guarded
 
     assert " generate " in command
     assert target in command

@@ -78,7 +78,6 @@ def test_what_is_read() -> None:
     options = read(
         logit_bias={"7": 100, "0": -0.5},
         allowed_token_ids=[1, 2.0],
-        bad_words=["a", "b c"],
         thinking_token_budget=0,
         skip_special_tokens=False,
         truncate_prompt_tokens=5,
@@ -86,10 +85,13 @@ def test_what_is_read() -> None:
     assert options.sampling == {
         "logit_bias": {7: 100.0, 0: -0.5},
         "allowed_token_ids": [1, 2],
-        "bad_words": ["a", "b c"],
         "thinking_token_budget": 0,
     }
     assert (options.skip_special_tokens, options.truncate_prompt_tokens) == (False, 5)
+
+
+def test_words_are_read() -> None:
+    assert read(bad_words=["a", "b c"]).sampling == {"bad_words": ["a", "b c"]}
 
 
 def test_minus_one_keeps_what_fits() -> None:
@@ -125,6 +127,18 @@ def test_a_guide_and_a_mask_do_not_go_together(key: str) -> None:
     value: Any = [1] if key == "allowed_token_ids" else ["a"]
     with pytest.raises(OpenEngineError, match="guided"):
         plan_extra(struct(**{key: value}), FACTS, guided=True)
+
+
+def test_what_would_leave_no_token_is_refused() -> None:
+    """vLLM would go on with a token that is not allowed."""
+    with pytest.raises(OpenEngineError, match="cannot be combined"):
+        read(allowed_token_ids=[7], bad_words=["a"])
+    request = pb.GenerateRequest(request_id="r", token_ids=pb.TokenIds(ids=[1]))
+    request.stopping.min_tokens = 2
+    request.stopping.conditions.add(stop_token_id=7)
+    with pytest.raises(OpenEngineError, match="min_tokens forbids"):
+        plan_generation(request, FACTS, RequestLimits(), struct(allowed_token_ids=[7]))
+    plan_generation(request, FACTS, RequestLimits(), struct(allowed_token_ids=[7, 8]))
 
 
 def test_what_an_engine_cannot_do_is_neither_told_of_nor_taken() -> None:

@@ -12,12 +12,13 @@ from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from openengine_vllm import __version__
+from openengine_vllm.grpc_server import LIVENESS_NAME
 from openengine_vllm.metrics.instruments import Instrument
 from openengine_vllm.metrics.server_metrics import ServerMetrics
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 from openengine_vllm.registry import EndReason
-from openengine_vllm.server import LIVENESS_NAME, Server
+from openengine_vllm.server import Server
 from openengine_vllm.services.stalls import CountingWriter, StallWatch
 from tests.support.calls import eventually
 from tests.support.scrape import Scrape, scrape
