@@ -38,7 +38,8 @@ class Mirror:
         self.unknown_removals = 0
         """Removed hashes that were not live."""
         self.orphans = 0
-        """Stored blocks left out because the one before them is not live: it was lost."""
+        """Stored blocks of full attention left out because the one before them is not live: it was
+        lost. Other kinds keep the end of a sequence alone."""
         self._clears = 0
         self._foretold = 0
         self._keyed: dict[wire.Place, set[bytes]] = {}
@@ -140,7 +141,9 @@ class Mirror:
             event.kv_cache_spec_kind,
             event.kv_cache_spec_sliding_window,
         )
-        self._note_group(place[1], event.kv_cache_spec_kind)
+        is_full = event.kv_cache_spec_kind in _FULL_ATTENTION
+        if is_full:
+            self._note_full_group(place[1])
         group = self._groups.setdefault(place, {})
         adapter_keys = None if event.lora_name is None else [event.lora_name]
         keyed = self._keyed.get(place)
@@ -162,7 +165,7 @@ class Mirror:
                     changes.append(_chain(run_hashes, run_parent, run_tokens, common, run_keys))
                     run_hashes, run_tokens, run_keys = [], [], []
                 run_parent = block
-            elif parent is not None and not self._is_live(parent, group):
+            elif is_full and parent is not None and not self._is_live(parent, group):
                 # Nobody could place it, and a salt in front of it may be lost with the rest.
                 self.orphans += 1
             else:
@@ -198,8 +201,8 @@ class Mirror:
         """Whether it is in this group, or else in any other."""
         return block in group or any(block in other for other in self._groups.values())
 
-    def _note_group(self, group: int, kind: str | None) -> None:
-        if kind in _FULL_ATTENTION and (not self._has_full_group or group < self.full_group):
+    def _note_full_group(self, group: int) -> None:
+        if not self._has_full_group or group < self.full_group:
             self.full_group, self._has_full_group = group, True
 
     def _remove(self, event: Any, changes: list[bytes]) -> None:

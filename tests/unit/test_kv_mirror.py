@@ -231,6 +231,12 @@ def test_a_block_whose_parent_is_lost_is_left_out_and_all_behind_it() -> None:
     assert order(mirror) == [77, 6, 7]
 
 
+def test_other_kinds_of_attention_keep_the_end_of_a_sequence_alone() -> None:
+    mirror = Mirror()
+    apply(mirror, stored([6], parent=77, kv_cache_spec_kind="sliding_window"))
+    assert (len(mirror), mirror.orphans) == (1, 0)
+
+
 def test_the_parent_may_lie_in_another_medium() -> None:
     mirror = Mirror()
     apply(mirror, stored([1]), stored([2], parent=1, medium="CPU"))
