@@ -66,7 +66,7 @@ class Letters:
 
     special_tokens = SPECIAL
 
-    def decoder(self, prompt_ids: Sequence[int]) -> Letters:
+    def decoder(self, prompt_ids: Sequence[int], *, special: bool = False) -> Letters:
         """The same for all."""
         return self
 
