@@ -253,7 +253,7 @@ class Plain:
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
 
-    def decoder(self, prompt_ids: Sequence[int]) -> Plain:
+    def decoder(self, prompt_ids: Sequence[int], *, special: bool = False) -> Plain:
         return self
 
     def step(self, token_id: int) -> str:
