@@ -146,7 +146,6 @@ async def test_with_all_the_contract_has(tiny: Peer) -> None:
         num_sequences=4,
         output_logprobs=3,
         logit_bias={"300": 5},
-        bad_words=["the"],
         allowed_token_ids=[300, 301, 302, 303],
     )
     assert {token for o in several.outputs.values() for token in o.token_ids} <= set(
@@ -205,23 +204,22 @@ HARMLESS: dict[str, dict[str, Any]] = {
         "ignore_eos": False,
         "output_logprobs": 5,
     },
-    "the only one is banned": {
-        "allowed_token_ids": [7],
-        "bad_words": ["!"],
-        "temperature": 1.0,
-        "top_p": 0.5,
-        "top_k": 5,
-        "min_p": 0.1,
-        "output_logprobs": 5,
-    },
-    "the only one is a stop": {
-        "allowed_token_ids": [300],
-        "stop_token_ids": [300],
-        "min_tokens": 4,
-        "temperature": 1.0,
-        "seed": 1,
-    },
 }
+
+
+NO_TOKEN_LEFT: list[dict[str, Any]] = [
+    {"allowed_token_ids": [7], "bad_words": ["!"]},
+    {"allowed_token_ids": [300], "stop_token_ids": [300], "min_tokens": 4},
+]
+
+
+@pytest.mark.parametrize("options", NO_TOKEN_LEFT)
+async def test_masks_that_leave_no_token_are_refused(tiny: Peer, options: dict[str, Any]) -> None:
+    extra = {key: value for key, value in options.items() if key in EXTRA_KEYS}
+    contract = {key: value for key, value in options.items() if key not in extra}
+    error = await refusal(tiny, asked(PROMPT, {**GREEDY, **contract}, extra))
+    assert error.code == split.ERROR_CODE_INVALID_ARGUMENT
+    assert await tiny.is_ready()
 
 
 @pytest.mark.parametrize("name", HARMLESS)
