@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import structlog
+from vllm.platforms import current_platform
+
 from openengine_vllm.demo_model import ensure_demo_model
 from openengine_vllm.engine.detokenizers import detokenizer_of
 from openengine_vllm.engine.discovery import engine_info, has_chat_template, model_facts, model_info
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from openengine_vllm.engine.http import HttpFrontend
+
+
+_log = structlog.get_logger(__name__)
 
 
 def load_engine(
@@ -116,8 +122,14 @@ def _http_frontend(flags: argparse.Namespace) -> HttpFrontend:
     return HttpFrontend(flags)
 
 
-def _resolve_model(name: str) -> str:
-    return str(ensure_demo_model(None, _to_stderr)) if name == DEMO_MODEL else name
+def _resolve_model(flags: argparse.Namespace) -> None:
+    if flags.model != DEMO_MODEL:
+        return
+    flags.model = str(ensure_demo_model(None, _to_stderr))
+    if flags.dtype == "auto" and current_platform.is_cpu():
+        # With fewer digits a model this small answers otherwise on another kind of processor.
+        flags.dtype = "float32"
+        _log.info("cpu default chosen", flag="--dtype", value=flags.dtype)
 
 
 def _to_stderr(line: str) -> None:

@@ -33,7 +33,7 @@ def parse_engine_args(
     argv: list[str],
     prog: str,
     add_server_arguments: Callable[[argparse.ArgumentParser], None],
-    resolve_model: Callable[[str], str],
+    resolve_model: Callable[[argparse.Namespace], None],
     *,
     http: bool = False,
 ) -> tuple[AsyncEngineArgs, argparse.Namespace]:
@@ -43,7 +43,7 @@ def parse_engine_args(
         argv: the command line.
         prog: the program's name, for messages.
         add_server_arguments: declares our own flags.
-        resolve_model: turns the model's name on the command line into one that vLLM knows.
+        resolve_model: puts a model that vLLM knows in place of a name of ours.
         http: take the flags of vLLM's HTTP server as well.
 
     Returns:
@@ -67,7 +67,7 @@ def parse_engine_args(
     if isinstance(names, str):
         names = [names]
     namespace.served_model_name = list(dict.fromkeys(names))
-    namespace.model = resolve_model(namespace.model)
+    resolve_model(namespace)
     return AsyncEngineArgs.from_cli_args(namespace), namespace
 
 

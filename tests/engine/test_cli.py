@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import stat
@@ -351,9 +352,12 @@ def test_vllms_flags_beside_ours(folder: Path) -> None:
         *("--max_model_len", "1k", "--gpu_memory_utilization=0.5", "--enable_prefix_caching"),
         *("--hf-overrides.some_key", "1", "--seed", "7", "--stall-timeout", "5"),
     ]
-    args, flags = parse_engine_args(
-        argv, "openengine-vllm", add_server_arguments, lambda _: str(folder)
-    )
+
+    def resolve(flags: argparse.Namespace) -> None:
+        assert flags.model == "m"
+        flags.model = str(folder)
+
+    args, flags = parse_engine_args(argv, "openengine-vllm", add_server_arguments, resolve)
     assert flags.served_model_name == ["a", "b"]
     assert (args.model, args.max_model_len, args.max_num_seqs) == (str(folder), 1000, 3)
     assert (args.gpu_memory_utilization, args.seed) == (0.5, 7)

@@ -17,8 +17,11 @@ FLAGS = ("--model", "m", "--http-port", "1")
 
 def parse(*arguments: str, http: bool = True) -> argparse.Namespace:
     # A folder that is there: nobody looks for it elsewhere.
+    def resolve(flags: argparse.Namespace) -> None:
+        flags.model = FOLDER
+
     _, flags = parse_engine_args(
-        [*FLAGS, *arguments], "prog", add_server_arguments, lambda _: FOLDER, http=http
+        [*FLAGS, *arguments], "prog", add_server_arguments, resolve, http=http
     )
     return flags
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
@@ -96,14 +97,18 @@ def test_compose_knows_all_of_it() -> None:
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_the_program_knows_every_flag(flags: list[str]) -> None:
     # A folder that is there: nobody looks for it elsewhere.
-    folder = str(Path(__file__).parent)
-    parse_engine_args(cli._normalise(flags), "test", add_server_arguments, lambda _: folder)
+    def resolve(parsed: argparse.Namespace) -> None:
+        parsed.model = str(Path(__file__).parent)
+
+    parse_engine_args(cli._normalise(flags), "test", add_server_arguments, resolve)
 
 
 @pytest.mark.parametrize("flags", ["--metrics-prot=1", "--no-such-flag"])
 def test_a_wrong_flag_is_noticed(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_engine_args([*FLAGS["kubernetes"], flags], "test", add_server_arguments, str)
+        parse_engine_args(
+            [*FLAGS["kubernetes"], flags], "test", add_server_arguments, lambda _: None
+        )
     assert flags.partition("=")[0] in capsys.readouterr().err
 
 
