@@ -7,16 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import structlog
-from vllm.platforms import current_platform
-
 from openengine_vllm.demo_model import ensure_demo_model
 from openengine_vllm.engine.detokenizers import detokenizer_of
 from openengine_vllm.engine.discovery import engine_info, has_chat_template, model_facts, model_info
 from openengine_vllm.engine.guide_checker import GuideChecker
 from openengine_vllm.engine.guide_params import worker_config
 from openengine_vllm.engine.kv_events import kv_publishers, publish_kv_events
-from openengine_vllm.engine.launch import build_engine, parse_engine_args
+from openengine_vllm.engine.launch import build_engine, choose_on_cpu, parse_engine_args
 from openengine_vllm.engine.runtime import Engine
 from openengine_vllm.engine.stat_logger import attach_stats
 from openengine_vllm.engine.stats import EngineStats
@@ -28,9 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from openengine_vllm.engine.http import HttpFrontend
-
-
-_log = structlog.get_logger(__name__)
 
 
 def load_engine(
@@ -126,10 +120,8 @@ def _resolve_model(flags: argparse.Namespace) -> None:
     if flags.model != DEMO_MODEL:
         return
     flags.model = str(ensure_demo_model(None, _to_stderr))
-    if flags.dtype == "auto" and current_platform.is_cpu():
-        # With fewer digits a model this small answers otherwise on another kind of processor.
-        flags.dtype = "float32"
-        _log.info("cpu default chosen", flag="--dtype", value=flags.dtype)
+    # With fewer digits a model this small answers otherwise on another kind of processor.
+    choose_on_cpu(flags, "dtype", "auto", "float32")
 
 
 def _to_stderr(line: str) -> None:

@@ -62,7 +62,7 @@ def parse_engine_args(
         _leave_to_operator(namespace, chosen, "kv_cache_memory_bytes")
     for name, value in chosen.items():
         if getattr(namespace, name) == value:
-            _log.info("cpu default chosen", flag="--" + name.replace("_", "-"), value=value)
+            _log_choice(name, value)
     names = namespace.served_model_name or [namespace.model]
     if isinstance(names, str):
         names = [names]
@@ -103,6 +103,17 @@ def _cpu_defaults() -> dict[str, Any]:
         share = psutil.virtual_memory().available // 8
         chosen["kv_cache_memory_bytes"] = min(_CPU_KV_BYTES_MOST, share)
     return chosen
+
+
+def choose_on_cpu(flags: argparse.Namespace, name: str, standard: Any, value: Any) -> None:
+    """Without a GPU, set a flag that the operator has left at its standard value."""
+    if current_platform.is_cpu() and getattr(flags, name) == standard:
+        setattr(flags, name, value)
+        _log_choice(name, value)
+
+
+def _log_choice(name: str, value: Any) -> None:
+    _log.info("cpu default chosen", flag="--" + name.replace("_", "-"), value=value)
 
 
 def _leave_to_operator(namespace: argparse.Namespace, chosen: Mapping[str, Any], name: str) -> None:

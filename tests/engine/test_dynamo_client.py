@@ -8,7 +8,6 @@ What it can't do is its own: it knows TensorRT-LLM's server, and refuses what th
 
 from __future__ import annotations
 
-import platform
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -19,13 +18,9 @@ from openengine_vllm.client import GenerateOptions
 from tests.engine.peers import Peer
 from tests.engine.test_load import idle
 from tests.support.calls import ENDLESS_TOKENS, eventually
-from tests.support.dynamo import Dynamo, dynamo, is_installed
+from tests.support.dynamo import Dynamo, dynamo
 from tests.support.log_lines import request_lines
 from tests.support.models import model_dir
-
-pytestmark = pytest.mark.skipif(
-    not is_installed(), reason=f"ai-dynamo-runtime is not installed ({platform.machine()})"
-)
 
 PROMPT = list(range(10, 50))
 TOKENS = 24

@@ -14,7 +14,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,6 @@ from tests.support.server import server_environment
 ENDPOINT = "dynamo.backend.generate"
 _SIDECAR = "import sys; from dynamo._core import backend; backend._run_trtllm_sidecar(sys.argv[1:])"
 _LOG_CHARACTERS = 4000
-
-
-def is_installed() -> bool:
-    """Whether the package is there; it is not made for every platform."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return bool(metadata.version("ai-dynamo-runtime"))
-    return False
 
 
 class Caller:
