@@ -27,6 +27,7 @@ _log = structlog.get_logger(__name__)
 _GIB = 1024**3
 _CPU_KV_BYTES_MOST = 4 * _GIB
 _CPU_KV_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_START_METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def parse_engine_args(
@@ -130,7 +131,8 @@ def build_engine(
     comes. The schedulers' statistics are kept, one record a step. Those of each token are not:
     they would cost several microseconds a token, and only vLLM's spans, metrics and HTTP server
     need them. Environment variables are read once, as vLLM's own processes do, since it looks at
-    some for every token.
+    some for every token. The engine's processes are spawned unless the operator says otherwise: a
+    fork of this one would hold the port, and whatever locks gRPC's threads hold at that moment.
 
     Args:
         http: leave vLLM's own loggers and metrics to its flags.
@@ -140,6 +142,7 @@ def build_engine(
     args.disable_log_stats |= not http
     hides_details = not args.enable_logging_iteration_details
     args.enable_logging_iteration_details = True
+    os.environ.setdefault(_START_METHOD_VARIABLE, "spawn")
     stats = EngineStats()
     llm = AsyncLLM.from_engine_args(
         args,

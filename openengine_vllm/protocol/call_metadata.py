@@ -17,6 +17,8 @@ from openengine_vllm.protocol import v1 as pb
 PRIORITY_KEY: Final = "openengine-priority"
 RANK_KEY: Final = "openengine-target-dp-rank"
 ROUTING_KEY: Final = "openengine-routing-key"
+TOLD_RANK_KEY: Final = "openengine-dp-rank"
+"""Of an answer, at once: the rank that was asked for and is used."""
 _KEYS: Final = frozenset((PRIORITY_KEY, RANK_KEY, ROUTING_KEY))
 
 MAX_ROUTING_KEY_LENGTH: Final = 256

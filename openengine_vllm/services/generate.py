@@ -11,7 +11,11 @@ from openengine_vllm.lifecycle import Lifecycle
 from openengine_vllm.limits import RequestLimits
 from openengine_vllm.protocol import errors, split
 from openengine_vllm.protocol import v1 as pb
-from openengine_vllm.protocol.call_metadata import add_to_generate, read_call_metadata
+from openengine_vllm.protocol.call_metadata import (
+    TOLD_RANK_KEY,
+    add_to_generate,
+    read_call_metadata,
+)
 from openengine_vllm.protocol.revision import OPENENGINE, Revision
 from openengine_vllm.protocol.trace_context import read_trace_context
 from openengine_vllm.registry import EndReason, Entry, RequestRegistry
@@ -95,6 +99,9 @@ class GenerateService:
         record.accepted(stream)
         entry.on_end(stream.end)
         try:
+            if plan.data_parallel_rank is not None:
+                rank = str(plan.data_parallel_rank)
+                await context.send_initial_metadata(((TOLD_RANK_KEY, rank),))
             await self._send(stream, record, context)
         finally:
             stream.close()

@@ -30,12 +30,20 @@ from tests.engine.peers import (
 )
 from tests.support import vllm_metadata
 from tests.support.models import model_dir
-from tests.support.server import READY_SECONDS, ServerProcess, server_environment, wait_until
+from tests.support.server import (
+    ONE_ENGINE_PROCESS,
+    READY_SECONDS,
+    ServerProcess,
+    server_environment,
+    wait_until,
+)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # vLLM binds its threads to processors as if it were alone on the machine, and two engines
     # would spin on the same one.
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
+    # The model in the scheduler's process: a third less to start. Tests of processes ask for all.
+    os.environ.update(ONE_ENGINE_PROCESS)
 
 _GROUPS = {
     "demo": "demo",
@@ -134,8 +142,13 @@ async def operated(engines: EngineSlot) -> AsyncIterator[Peer]:
 
 
 @pytest.fixture(scope="session")
-def reference(engines: EngineSlot, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What vLLM's own `AsyncLLM` makes of the cases, by name, and its configuration."""
+def reference(
+    completions: object, engines: EngineSlot, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What vLLM's own `AsyncLLM` makes of the cases, by name, and its configuration.
+
+    After the other reference, so that the shared server starts once.
+    """
     return _reference("cases", TINY_FLAGS, engines, tmp_path_factory.mktemp("reference"))
 
 

@@ -138,7 +138,7 @@ GENERATE_STREAM = {
     ),
     "a dead engine fails streams, and the process ends": (
         "test_engine_death.test_killed_engine_ends_the_server",
-        "test_engine_death.test_killed_worker_and_a_server_told_to_stay",
+        "test_engine_death.test_worker_out_of_memory_and_a_server_told_to_stay",
     ),
     "guides are followed, and malformed ones refused": (
         "test_guided.test_output_follows_its_guide",

@@ -6,10 +6,10 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2
@@ -27,9 +27,15 @@ from tests.support.calls import (
     eventually,
     standard_status,
 )
+from tests.support.memory_limit import memory_group
 from tests.support.models import model_dir
 from tests.support.processes import engine_core, footprint, runs, worker
-from tests.support.server import ENGINE_FLAGS, STOP_SECONDS, ServerProcess, start_server
+from tests.support.server import (
+    ENGINE_FLAGS,
+    STOP_SECONDS,
+    WORKER_PROCESS,
+    start_server,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +74,11 @@ async def running_calls(channel: aio.Channel) -> list[RunningCall]:
     return calls
 
 
-async def kill_under_streams(
-    server: ServerProcess, victim: Callable[[ServerProcess], psutil.Process], channel: aio.Channel
-) -> None:
-    """Kill one of the engine's processes and see what clients hear of it."""
+async def kill_under_streams(kill: Callable[[], None], channel: aio.Channel) -> None:
+    """Have one of the engine's processes killed and see what clients hear of it."""
     stub = OpenEngineStub(channel)
     calls = await running_calls(channel)
-    victim(server).kill()
+    kill()
     await eventually(lambda: _not_ready(stub), "Health says NOT_READY")
     health = await stub.Health(pb.HealthRequest(include_inference_probe=True))
     checks = {check.name: check.state for check in health.checks}
@@ -108,23 +112,31 @@ async def _not_ready(stub: OpenEngineStub) -> bool:
 
 
 async def test_killed_engine_ends_the_server(sockets: Path) -> None:
-    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets)) as server:
+    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets), **WORKER_PROCESS) as server:
         held = footprint(server)
         async with connect(server.target) as channel:
-            await kill_under_streams(server, engine_core, channel)
+            await kill_under_streams(engine_core(server).kill, channel)
         assert await asyncio.to_thread(server.process.wait, STOP_SECONDS) == 1
         held.wait_gone()
         assert _entries(sockets) == []
 
 
-async def test_killed_worker_and_a_server_told_to_stay(sockets: Path) -> None:
-    with start_server(
-        *flags("--no-exit-on-engine-death"), VLLM_RPC_BASE_PATH=str(sockets)
-    ) as server:
+async def test_worker_out_of_memory_and_a_server_told_to_stay(sockets: Path) -> None:
+    """Killed by the kernel for want of memory; where nobody may limit that, as the kernel would."""
+    with (
+        memory_group() as group,
+        start_server(
+            *flags("--no-exit-on-engine-death"), VLLM_RPC_BASE_PATH=str(sockets), **WORKER_PROCESS
+        ) as server,
+    ):
         held = footprint(server)
         engine = [engine_core(server), worker(server)]
         async with connect(server.target) as channel:
-            await kill_under_streams(server, worker, channel)
+            if group is None:
+                await kill_under_streams(worker(server).kill, channel)
+            else:
+                await kill_under_streams(partial(group.starve, worker(server).pid), channel)
+                assert group.kills == 1
             # vLLM ends its other processes; the server is there all the same.
             await eventually(lambda: not any(map(runs, engine)), "the engine is gone")
             assert server.process.poll() is None
@@ -135,7 +147,7 @@ async def test_killed_worker_and_a_server_told_to_stay(sockets: Path) -> None:
 
 
 async def test_killed_server_takes_its_engine_along(sockets: Path) -> None:
-    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets)) as server:
+    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets), **WORKER_PROCESS) as server:
         held = footprint(server)
         assert len(held.processes) > 3
         async with connect(server.target) as channel:
@@ -150,7 +162,9 @@ async def test_killed_server_takes_its_engine_along(sockets: Path) -> None:
 async def test_hung_engine_is_found_by_the_probe(sockets: Path) -> None:
     """A stopped process answers nobody, and is not dead either."""
     with start_server(
-        *flags("--probe-timeout", "2", "--drain-timeout", "1"), VLLM_RPC_BASE_PATH=str(sockets)
+        *flags("--probe-timeout", "2", "--drain-timeout", "1"),
+        VLLM_RPC_BASE_PATH=str(sockets),
+        **WORKER_PROCESS,
     ) as server:
         held = footprint(server)
         core = engine_core(server)

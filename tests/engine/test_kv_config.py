@@ -21,7 +21,9 @@ from openengine_vllm.kv_events.endpoints import TcpEndpoint, free_ports, parse_t
 from openengine_vllm.kv_events.receiver import Receiver
 from openengine_vllm.kv_events.source import END
 from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.call_metadata import TOLD_RANK_KEY
 from tests.engine.peers import EngineSlot, Peer, connected
+from tests.engine.streams import gather
 from tests.support.calls import PATIENCE_SECONDS
 from tests.support.kv_messages import BlockSet
 from tests.support.models import model_dir
@@ -72,7 +74,9 @@ async def generate(peer: Peer, rank: int, token: int) -> None:
     """Have a rank store two blocks."""
     request = generate_request([token] * (2 * BLOCK + 1), {"max_tokens": 1})
     request.kv.data_parallel_rank = rank
-    await peer.send(request)
+    call = peer.stub.Generate(request)
+    assert (TOLD_RANK_KEY, str(rank)) in tuple(await call.initial_metadata())
+    await gather(call, request)
 
 
 @contextlib.asynccontextmanager

@@ -38,16 +38,16 @@ from tests.support.field_client import KvReader
 from tests.support.kv_messages import BlockSet, Key
 from tests.support.models import ADAPTER_RANK, model_dir
 from tests.support.server import start_server
+from tests.support.sizes import sized
 
 pytestmark = pytest.mark.timeout(3600)
 
-REQUESTS = 400
-"""Of the whole run; as many thousands as anybody has the patience for show the same."""
+REQUESTS = sized(200, 5000)
 BLOCK = 32
 BLOCKS = 40
 CONTEXT = 512
-MOMENTS = 50
-ROUND = 100
+MOMENTS = sized(20, 50)
+ROUND = sized(50, 100)
 """Requests between two resets of the idle cache; one of the busy cache comes in between."""
 PROBES = 25
 AT_ONCE = 8

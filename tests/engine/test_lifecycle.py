@@ -31,7 +31,13 @@ from tests.support.calls import (
 )
 from tests.support.models import model_dir
 from tests.support.processes import descendants, footprint, is_spawned
-from tests.support.server import ENGINE_FLAGS, STOP_SECONDS, ServerProcess, start_server
+from tests.support.server import (
+    ENGINE_FLAGS,
+    STOP_SECONDS,
+    WORKER_PROCESS,
+    ServerProcess,
+    start_server,
+)
 
 DRAINED_TOKENS = 2000
 """Tokens that take an engine some seconds, of which a drain has to wait."""
@@ -97,6 +103,7 @@ async def test_life_on_a_unix_socket(sockets: Path, tmp_path: Path) -> None:
         *flags("--uds", str(path), f"--config={config}", "--max_model_len", "3k"),
         wait=False,
         VLLM_RPC_BASE_PATH=str(sockets),
+        **WORKER_PROCESS,
     ) as server:
         target = f"unix:{path}"
         await eventually(path.is_socket, "the socket is there before the model is")
@@ -192,7 +199,9 @@ async def test_signal_while_loading(moment: str, number: signal.Signals, sockets
         "guides": lambda server: len(descendants(server)) > 1,
         "engine": lambda server: any(map(is_spawned, descendants(server))),
     }
-    with start_server(*flags("--port", "0"), wait=False, VLLM_RPC_BASE_PATH=str(sockets)) as server:
+    with start_server(
+        *flags("--port", "0"), wait=False, VLLM_RPC_BASE_PATH=str(sockets), **WORKER_PROCESS
+    ) as server:
         await eventually(lambda: moments[moment](server), moment)
         held = footprint(server)
         server.process.send_signal(number)

@@ -20,6 +20,10 @@ STOP_SECONDS = 60
 # A small cache and few threads, so that several engines fit on a small machine.
 ENGINE_FLAGS = ("--kv-cache-memory-bytes", "128M", "--enforce-eager")
 
+# vLLM's own setting, and its default on a CPU: a process for the model beside the scheduler's.
+ONE_ENGINE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+WORKER_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
 
 @dataclass
 class ServerProcess:

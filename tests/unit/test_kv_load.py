@@ -1,7 +1,4 @@
-"""Many subscribers of one publisher at its full pace: none misses anything, none takes memory.
-
-The counts keep a run short; JOIN_ROUNDS = 50 and BATCHES = 40_000 were run by hand.
-"""
+"""Many subscribers of one publisher at its full pace: none misses anything, none takes memory."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import psutil
+import pytest
 from grpc import StatusCode, aio
 
 from openengine_vllm.protocol import errors
@@ -23,17 +21,20 @@ from tests.support.calls import eventually
 from tests.support.kv_bridge import connections, kv_bridge
 from tests.support.kv_messages import BlockSet, parse, removed, stored
 from tests.support.kv_publisher import ScriptedPublisher, publishers
+from tests.support.sizes import sized
 from tests.unit.kv_service import Subscription, kv_service
 from tests.unit.test_runtime_events import SMALL_WINDOW
 
+pytestmark = pytest.mark.timeout(sized(300, 3600))
+
 SUBSCRIBERS = 20
 
-JOIN_ROUNDS = 3
+JOIN_ROUNDS = sized(3, 50)
 BATCHES_A_SECOND = 1000
 LIVE = 1000
 CHAIN = 8
 
-BATCHES = 1500
+BATCHES = sized(1500, 40_000)
 EVENTS = 25
 LARGE_BLOCK = 64
 RETAINED = 200

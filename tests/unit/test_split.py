@@ -14,6 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from openengine_vllm.protocol import split
 from openengine_vllm.protocol import v1 as pb
+from openengine_vllm.protocol.call_metadata import TOLD_RANK_KEY
 from openengine_vllm.protocol.errors import STATUS_DETAILS_KEY
 from openengine_vllm.protocol.revision import OPENENGINE, REVISIONS, SPLIT
 from openengine_vllm.protocol.split.service_pb2_grpc import ControlStub, InferenceStub
@@ -159,6 +160,7 @@ async def test_metadata_says_what_the_body_cannot() -> None:
         await service.engine.accepted("r")
         assert service.engine.plan.priority == 7
         assert service.engine.plan.data_parallel_rank == 0
+        assert await told_rank(call) == "0"
         call.cancel()
         for metadata in (
             {"openengine_priority": ""},
@@ -168,6 +170,27 @@ async def test_metadata_says_what_the_body_cannot() -> None:
         ):
             error, _ = await refusal(generate(service, asked("other"), **metadata))
             assert error.code() is StatusCode.INVALID_ARGUMENT
+
+
+async def told_rank(call: Any) -> Any:
+    """What an answer says at once about the rank that was asked for; None if nothing."""
+    return dict(tuple(await call.initial_metadata())).get(TOLD_RANK_KEY)
+
+
+async def test_a_bypass_that_reads_as_a_rank_is_not_silent() -> None:
+    """Off, it reads as 0, which every engine has; on, as 1, which those of several ranks have."""
+    async with serve() as service:
+        contract = OpenEngineStub(service.channel)
+        for bypass, told in ((False, "0"), (None, None)):
+            twin = pb.GenerateRequest(request_id=f"{told}", token_ids=pb.TokenIds(ids=[1]))
+            meant = split.KvOptions(bypass_prefix_cache=bypass)
+            twin.kv.MergeFromString(meant.SerializeToString())
+            call = contract.Generate(twin, timeout=SECONDS)
+            (collector,) = await service.engine.accepted(f"{told}")
+            if told is None:
+                collector.put("a", "length")
+            assert await told_rank(call) == told
+            call.cancel()
 
 
 async def test_extra_reaches_the_plan() -> None:
