@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -29,21 +28,15 @@ from tests.engine.peers import (
     ended,
 )
 from tests.support import vllm_metadata
+from tests.support.environment import server_environment
 from tests.support.models import model_dir
-from tests.support.server import (
-    ONE_ENGINE_PROCESS,
-    READY_SECONDS,
-    ServerProcess,
-    server_environment,
-    wait_until,
-)
+from tests.support.server import READY_SECONDS, ServerProcess, wait_until
+from tests.support.warm import WarmPopen
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # vLLM binds its threads to processors as if it were alone on the machine, and two engines
     # would spin on the same one.
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
-    # The model in the scheduler's process: a third less to start. Tests of processes ask for all.
-    os.environ.update(ONE_ENGINE_PROCESS)
 
 _GROUPS = {
     "demo": "demo",
@@ -58,7 +51,10 @@ _GROUPS = {
 """Fixtures that need an engine, and which of them have it from the same test process."""
 _OF_A_MODULE = {"demo_model", "running", "server", "workers"}
 """Fixtures that a module makes for its own tests, once."""
-_ORDER = ("scored", "tiny", "demo", "operated", "multi_eos")
+_ORDER = (
+    *("test_hostile.py", "demo", "scored", "tiny", "test_beside_http.py"),
+    *("test_cancellation.py", "operated", "test_kv_router.py", "multi_eos"),
+)
 """Groups of tests, those that take longest first."""
 _REFERENCES = ("completions", "reference", "random_reference")
 """Fixtures that end the shared server and start another engine for a while."""
@@ -82,7 +78,7 @@ def _group(item: pytest.Item) -> str:
     shared = [_GROUPS[name] for name in names if name in _GROUPS]
     if shared:
         return shared[0]
-    return str(item.path) if _OF_A_MODULE.intersection(names) else item.nodeid
+    return item.path.name if _OF_A_MODULE.intersection(names) else item.nodeid
 
 
 def _rank(item: pytest.Item) -> tuple[int, str, bool]:
@@ -167,7 +163,7 @@ def _reference(
     log, result = folder / "stderr.log", folder / "result.json"
     arguments = (name, str(result), "--model", str(model_dir("tiny_llama")), *flags)
     with log.open("w") as stderr:
-        process = subprocess.Popen(
+        process = WarmPopen(
             [sys.executable, "-m", "tests.engine.reference", *arguments],
             stdout=stderr,
             stderr=stderr,
@@ -191,7 +187,7 @@ def completions(
         port = probe.getsockname()[1]
     command = ("serve", str(model_dir("tiny_llama")), "--host", "127.0.0.1", "--port", str(port))
     with log.open("w") as stderr:
-        process = subprocess.Popen(
+        process = WarmPopen(
             [sys.executable, "-m", "vllm.entrypoints.cli.main", *command, *TINY_FLAGS],
             stdout=stderr,
             stderr=stderr,

@@ -20,6 +20,7 @@ from openengine_vllm.protocol.channel import client_options
 from openengine_vllm.server import Server
 from openengine_vllm.settings import add_server_arguments, server_settings
 from tests.support.calls import RunningCall, eventually
+from tests.support.warm import warm_children
 
 
 @dataclass
@@ -69,7 +70,8 @@ async def serve(*argv: str) -> AsyncIterator[Running]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def load(instance_id: str) -> Serving:
-        return load_engine(list(argv), "openengine-vllm", settings, instance_id, "0")
+        with warm_children():
+            return load_engine(list(argv), "openengine-vllm", settings, instance_id, "0")
 
     process = Process(settings, load, lambda addresses, _: ready.set_result(addresses.grpc))
     life = asyncio.ensure_future(process.run())

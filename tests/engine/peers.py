@@ -26,7 +26,7 @@ from openengine_vllm.protocol.v1.service_pb2_grpc import OpenEngineStub
 from tests.engine.streams import Generation, gather
 from tests.support.calls import ENDLESS_FLAGS
 from tests.support.models import model_dir
-from tests.support.server import ENGINE_FLAGS, WORKER_PROCESS, ServerProcess, start_server
+from tests.support.server import ENGINE_FLAGS, ServerProcess, start_server
 
 TINY_FLAGS = (
     "--served-model-name",
@@ -70,7 +70,7 @@ OPERATED_SLOTS = 2
 """Sequences that the engine of the operated server runs at once."""
 
 _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "demo": ("demo", (), WORKER_PROCESS),
+    "demo": ("demo", (), {"warm": False}),
     "tiny": ("tiny_llama", TINY_FLAGS, {}),
     "operated": (
         "tiny_llama",

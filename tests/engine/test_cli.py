@@ -24,8 +24,10 @@ from openengine_vllm.engine.launch import parse_engine_args
 from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.channel import client_options
 from openengine_vllm.settings import add_server_arguments
+from tests.support.environment import server_environment
 from tests.support.models import model_dir
-from tests.support.server import ServerProcess, server_environment, start_server, wait_until
+from tests.support.server import ServerProcess, start_server, wait_until
+from tests.support.warm import WarmPopen
 
 ERROR = "openengine-vllm: error: "
 SECONDS = 120
@@ -78,9 +80,10 @@ class Outcome:
 class Program:
     """``python -m openengine_vllm`` with these arguments, and whatever it starts."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, warm: bool = False) -> None:
         self._mark = uuid.uuid4().hex
-        self._process = subprocess.Popen(
+        program = WarmPopen if warm else subprocess.Popen
+        self._process = program(
             [sys.executable, "-m", "openengine_vllm", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -226,7 +229,7 @@ def test_mistake_in_config_file(folder: Path, content: str, expected: str) -> No
 
 
 def test_mistakes_that_vllm_finds(folder: Path, model: str) -> None:
-    """These need vLLM's import, the slow part, so they go side by side."""
+    """These need vLLM's import, the slow part."""
     file = folder / "config.yaml"
     file.write_text("no-such-key: 1")
     empty = folder / "empty"
@@ -239,7 +242,7 @@ def test_mistakes_that_vllm_finds(folder: Path, model: str) -> None:
         ("--model", str(empty)): (1, "cannot start the engine: "),
         ("--model", "no-one/no-model"): (1, "cannot start the engine: "),
     }
-    programs = {arguments: Program(*arguments, "--port", "0") for arguments in expected}
+    programs = {arguments: Program(*arguments, "--port", "0", warm=True) for arguments in expected}
     outcomes = {arguments: program.outcome() for arguments, program in programs.items()}
     for arguments, (code, message) in expected.items():
         assert message in outcomes[arguments].message, arguments

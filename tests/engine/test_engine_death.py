@@ -33,7 +33,6 @@ from tests.support.processes import engine_core, footprint, runs, worker
 from tests.support.server import (
     ENGINE_FLAGS,
     STOP_SECONDS,
-    WORKER_PROCESS,
     start_server,
 )
 
@@ -112,7 +111,7 @@ async def _not_ready(stub: OpenEngineStub) -> bool:
 
 
 async def test_killed_engine_ends_the_server(sockets: Path) -> None:
-    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets), **WORKER_PROCESS) as server:
+    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets)) as server:
         held = footprint(server)
         async with connect(server.target) as channel:
             await kill_under_streams(engine_core(server).kill, channel)
@@ -126,7 +125,7 @@ async def test_worker_out_of_memory_and_a_server_told_to_stay(sockets: Path) -> 
     with (
         memory_group() as group,
         start_server(
-            *flags("--no-exit-on-engine-death"), VLLM_RPC_BASE_PATH=str(sockets), **WORKER_PROCESS
+            *flags("--no-exit-on-engine-death"), VLLM_RPC_BASE_PATH=str(sockets)
         ) as server,
     ):
         held = footprint(server)
@@ -147,7 +146,7 @@ async def test_worker_out_of_memory_and_a_server_told_to_stay(sockets: Path) -> 
 
 
 async def test_killed_server_takes_its_engine_along(sockets: Path) -> None:
-    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets), **WORKER_PROCESS) as server:
+    with start_server(*flags(), VLLM_RPC_BASE_PATH=str(sockets)) as server:
         held = footprint(server)
         assert len(held.processes) > 3
         async with connect(server.target) as channel:
@@ -164,7 +163,6 @@ async def test_hung_engine_is_found_by_the_probe(sockets: Path) -> None:
     with start_server(
         *flags("--probe-timeout", "2", "--drain-timeout", "1"),
         VLLM_RPC_BASE_PATH=str(sockets),
-        **WORKER_PROCESS,
     ) as server:
         held = footprint(server)
         core = engine_core(server)

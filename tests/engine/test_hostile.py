@@ -32,7 +32,7 @@ HELD, HELD_TOKENS = 120, 850
 """Outputs of a request whose client does not read, and tokens of each: over 100,000 in all."""
 BYSTANDERS = 4
 CAPACITY = HELD + BYSTANDERS + 2
-STALL_SECONDS = 90
+STALL_SECONDS = 60
 """The engine makes the tokens in a small part of it when it has its processors to itself."""
 GROWTH_BYTES = 20 * MIB
 FLAGS = (

@@ -29,8 +29,9 @@ from openengine_vllm.kv_events.receiver import Receiver
 from openengine_vllm.kv_events.source import END
 from tests.engine.peers import EngineSlot
 from tests.support.calls import eventually
+from tests.support.environment import server_environment
 from tests.support.models import model_dir
-from tests.support.server import ServerProcess, server_environment, start_server
+from tests.support.server import ServerProcess, start_server
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 32
@@ -48,8 +49,6 @@ FLAGS = (
 # Two engines start at once.
 pytestmark = pytest.mark.timeout(600)
 
-ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-
 
 @pytest.fixture(scope="module")
 def workers(engines: EngineSlot) -> Iterator[list[ServerProcess]]:
@@ -58,7 +57,14 @@ def workers(engines: EngineSlot) -> Iterator[list[ServerProcess]]:
     arguments = ("--model", str(model_dir("tiny_llama")), "--port", "0", *FLAGS)
     with contextlib.ExitStack() as stack:
         servers = [
-            stack.enter_context(start_server(*arguments, wait=False, **ONE_THREAD))
+            stack.enter_context(
+                start_server(
+                    *arguments,
+                    wait=False,
+                    VLLM_CPU_OMP_THREADS_BIND="nobind",
+                    OMP_NUM_THREADS="1",
+                )
+            )
             for _ in range(2)
         ]
         for server in servers:

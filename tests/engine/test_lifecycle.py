@@ -34,7 +34,6 @@ from tests.support.processes import descendants, footprint, is_spawned
 from tests.support.server import (
     ENGINE_FLAGS,
     STOP_SECONDS,
-    WORKER_PROCESS,
     ServerProcess,
     start_server,
 )
@@ -103,7 +102,7 @@ async def test_life_on_a_unix_socket(sockets: Path, tmp_path: Path) -> None:
         *flags("--uds", str(path), f"--config={config}", "--max_model_len", "3k"),
         wait=False,
         VLLM_RPC_BASE_PATH=str(sockets),
-        **WORKER_PROCESS,
+        warm=False,
     ) as server:
         target = f"unix:{path}"
         await eventually(path.is_socket, "the socket is there before the model is")
@@ -200,7 +199,7 @@ async def test_signal_while_loading(moment: str, number: signal.Signals, sockets
         "engine": lambda server: any(map(is_spawned, descendants(server))),
     }
     with start_server(
-        *flags("--port", "0"), wait=False, VLLM_RPC_BASE_PATH=str(sockets), **WORKER_PROCESS
+        *flags("--port", "0"), wait=False, VLLM_RPC_BASE_PATH=str(sockets), warm=False
     ) as server:
         await eventually(lambda: moments[moment](server), moment)
         held = footprint(server)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server import ServerProcess, server_environment
+from tests.support.environment import server_environment
+from tests.support.server import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 

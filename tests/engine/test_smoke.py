@@ -10,21 +10,23 @@ import vllm
 from openengine_vllm.client import Client, OpenEngineError
 from openengine_vllm.protocol import v1 as pb
 from tests.support.models import model_dir
-from tests.support.server import ENGINE_FLAGS, WORKER_PROCESS, start_server
+from tests.support.server import ENGINE_FLAGS, start_server
 
-EXPECTED_VERSION = os.environ.get("OPENENGINE_EXPECTED_VLLM") or vllm.__version__
-"""vLLM's, as the engine tells it: that which a run for one release names."""
+EXPECTED = os.environ.get("OPENENGINE_EXPECTED_VLLM")
+"""vLLM's version, where a run is for one."""
 
 
 async def test_a_live_engine_serves_streams_rejects_aborts_and_stops() -> None:
     model = str(model_dir("tiny_llama"))
-    with start_server("--model", model, "--port", "0", *ENGINE_FLAGS, **WORKER_PROCESS) as server:
+    with start_server(
+        "--model", model, "--port", "0", *ENGINE_FLAGS, warm=EXPECTED is None
+    ) as server:
         async with Client(server.target) as client:
             health = await client.health(include_inference_probe=True)
             assert health.state == pb.HEALTH_STATE_READY
             info = await client.engine_info()
             assert info.engine_name == "vllm"
-            assert info.engine_version == EXPECTED_VERSION
+            assert info.engine_version == (EXPECTED or vllm.__version__)
             result = await client.complete(
                 "Once upon", max_tokens=9, ignore_eos=True, num_sequences=2, seed=1
             )

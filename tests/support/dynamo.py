@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from tests.support.calls import PATIENCE_SECONDS, eventually
-from tests.support.server import server_environment
+from tests.support.environment import server_environment
 
 ENDPOINT = "dynamo.backend.generate"
 _SIDECAR = "import sys; from dynamo._core import backend; backend._run_trtllm_sidecar(sys.argv[1:])"

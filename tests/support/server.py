@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -13,16 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.environment import server_environment
+from tests.support.warm import WarmPopen, fits
+
 READY_SECONDS = 240
 """How long a model may take to load on a busy machine."""
 STOP_SECONDS = 60
 
 # A small cache and few threads, so that several engines fit on a small machine.
 ENGINE_FLAGS = ("--kv-cache-memory-bytes", "128M", "--enforce-eager")
-
-# vLLM's own setting, and its default on a CPU: a process for the model beside the scheduler's.
-ONE_ENGINE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-WORKER_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @dataclass
@@ -70,31 +68,28 @@ class ServerProcess:
         return self.process.wait(STOP_SECONDS)
 
 
-def server_environment(**extra: str) -> dict[str, str]:
-    """The environment for a server under test."""
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        **extra,
-    }
-
-
 @contextlib.contextmanager
-def start_server(*arguments: str, wait: bool = True, **environment: str) -> Iterator[ServerProcess]:
-    """A server that is gone, with all its processes, when the context ends."""
+def start_server(
+    *arguments: str, wait: bool = True, warm: bool = True, **environment: str
+) -> Iterator[ServerProcess]:
+    """A server that is gone, with all its processes, when the context ends.
+
+    Args:
+        wait: until it is ready.
+        warm: it need not import everything itself; see :mod:`tests.support.warm`.
+    """
+    variables = server_environment(**environment)
+    program = WarmPopen if warm and fits(variables) else subprocess.Popen
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr.log"
         with log.open("w") as stderr:
-            process = subprocess.Popen(
+            process = program(
                 [sys.executable, "-m", "openengine_vllm", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 stdin=subprocess.DEVNULL,
                 text=True,
-                env=server_environment(**environment),
+                env=variables,
                 # A group of its own: a Ctrl-C for the tests is theirs to act on first, and a
                 # test can send one to the server and its engine. No session of its own: Linux
                 # schedules each session as a whole, and on two cores the frontend then starves

@@ -12,14 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support import plugin_metadata, vllm_metadata
+from tests.support.environment import server_environment
 from tests.support.log_lines import parse_line
-from tests.support.server import (
-    READY_SECONDS,
-    ServerProcess,
-    end,
-    server_environment,
-    wait_until,
-)
+from tests.support.server import READY_SECONDS, ServerProcess, end, wait_until
 
 _LISTENING = "event=listening"
 
