@@ -37,6 +37,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # vLLM binds its threads to processors as if it were alone on the machine, and two engines
     # would spin on the same one.
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
+    # The model in the scheduler's process, as vLLM can have it: two would spin for each other.
+    # Tests of processes, and those of what a user starts, ask for vLLM's default.
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 _GROUPS = {
     "demo": "demo",

@@ -70,7 +70,7 @@ OPERATED_SLOTS = 2
 """Sequences that the engine of the operated server runs at once."""
 
 _SERVERS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "demo": ("demo", (), {"warm": False}),
+    "demo": ("demo", (), {"warm": False, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
     "tiny": ("tiny_llama", TINY_FLAGS, {}),
     "operated": (
         "tiny_llama",

@@ -125,7 +125,9 @@ async def test_worker_out_of_memory_and_a_server_told_to_stay(sockets: Path) -> 
     with (
         memory_group() as group,
         start_server(
-            *flags("--no-exit-on-engine-death"), VLLM_RPC_BASE_PATH=str(sockets)
+            *flags("--no-exit-on-engine-death"),
+            VLLM_RPC_BASE_PATH=str(sockets),
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
         ) as server,
     ):
         held = footprint(server)

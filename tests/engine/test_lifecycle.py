@@ -102,7 +102,7 @@ async def test_life_on_a_unix_socket(sockets: Path, tmp_path: Path) -> None:
         *flags("--uds", str(path), f"--config={config}", "--max_model_len", "3k"),
         wait=False,
         VLLM_RPC_BASE_PATH=str(sockets),
-        warm=False,
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
     ) as server:
         target = f"unix:{path}"
         await eventually(path.is_socket, "the socket is there before the model is")

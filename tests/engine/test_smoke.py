@@ -19,7 +19,13 @@ EXPECTED = os.environ.get("OPENENGINE_EXPECTED_VLLM")
 async def test_a_live_engine_serves_streams_rejects_aborts_and_stops() -> None:
     model = str(model_dir("tiny_llama"))
     with start_server(
-        "--model", model, "--port", "0", *ENGINE_FLAGS, warm=EXPECTED is None
+        "--model",
+        model,
+        "--port",
+        "0",
+        *ENGINE_FLAGS,
+        warm=EXPECTED is None,
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
     ) as server:
         async with Client(server.target) as client:
             health = await client.health(include_inference_probe=True)

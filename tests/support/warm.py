@@ -239,8 +239,9 @@ def _begin(order: dict[str, Any], files: Sequence[int]) -> NoReturn:
 
 def _log_at(level: str) -> None:
     vllm = logging.getLogger("vllm")
-    for place in (vllm, *vllm.handlers):
-        place.setLevel(level)
+    vllm.setLevel(level)
+    for handler in vllm.handlers:
+        handler.setLevel(level)
 
 
 def _run(program: Any) -> NoReturn:
