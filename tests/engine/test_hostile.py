@@ -243,7 +243,7 @@ async def test_ids_of_a_megabyte_are_refused_by_the_other_calls(peer: Peer) -> N
 
 
 async def test_numbers_at_the_ends_of_their_ranges_are_taken_or_refused(peer: Peer) -> None:
-    tokens = 1000
+    tokens = 400
     quiet = await Bystanders(peer, tokens).token_ids()
     beside = await Bystanders(peer, tokens).begun()
     together = good_request("together")
