@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -19,7 +20,7 @@ class Started(Exception):
 
 @pytest.mark.parametrize(("given", "used"), [(None, "spawn"), ("fork", "fork")])
 def test_processes_are_spawned_unless_the_operator_says_otherwise(
-    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
+    given: str | None, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looked at before vLLM does, which has a default for each platform."""
 
@@ -32,4 +33,4 @@ def test_processes_are_spawned_unless_the_operator_says_otherwise(
     if given is not None:
         monkeypatch.setenv(METHOD, given)
     with pytest.raises(Started, match=used):
-        build_engine(AsyncEngineArgs(model="m"))
+        build_engine(AsyncEngineArgs(model=str(tmp_path)))

@@ -75,13 +75,17 @@ class Server:
 
     @property
     def guard(self) -> psutil.Process:
-        """The guard's process."""
-        (guard,) = [
+        """The guard's process, once it is no longer a copy of the one that starts it."""
+        wait_until(self._guards, SECONDS, "the guard runs")
+        (guard,) = self._guards()
+        return guard
+
+    def _guards(self) -> list[psutil.Process]:
+        return [
             child
             for child in psutil.Process(self.process.pid).children()
             if any(part.endswith("orphan_guard.py") for part in child.cmdline())
         ]
-        return guard
 
     def leave(self) -> int:
         """Have the process leave the context; its exit status."""
