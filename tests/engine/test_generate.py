@@ -58,13 +58,21 @@ def text_of_pieces(output: Output) -> str:
     )
 
 
+@pytest.fixture(scope="session")
+def made_once() -> list[Output]:
+    """Long outputs, once a test has asked for them."""
+    return []
+
+
 @pytest.fixture
-async def long_outputs(tiny: Peer) -> list[Output]:
+async def long_outputs(tiny: Peer, made_once: list[Output]) -> list[Output]:
     """Three thousands of tokens that hold whatever a model can say."""
-    generation = await tiny.generate(
-        PROMPT, temperature=2.0, seed=4, num_sequences=3, max_tokens=1000, ignore_eos=True
-    )
-    return generation.outputs
+    if not made_once:
+        generation = await tiny.generate(
+            PROMPT, temperature=2.0, seed=4, num_sequences=3, max_tokens=1000, ignore_eos=True
+        )
+        made_once.extend(generation.outputs)
+    return made_once
 
 
 # Events and texts

@@ -355,6 +355,7 @@ async def test_server_serves_while_hostile_guides_compile(peer: Peer) -> None:
         assert await peer.is_ready()
         assert (await peer.generate(PROMPT, max_tokens=1)).error is None
         served += 1
+        await asyncio.sleep(0.1)
     await asyncio.gather(*attacks)
     # The exponential grammar is compiled up to its limit, many times what one token takes.
     assert served > 1

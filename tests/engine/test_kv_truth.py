@@ -49,7 +49,7 @@ CONTEXT = 512
 MOMENTS = sized(20, 50)
 ROUND = sized(50, 100)
 """Requests between two resets of the idle cache; one of the busy cache comes in between."""
-PROBES = 25
+PROBES = sized(10, 25)
 AT_ONCE = 8
 SALTS = ("", "", "", "pepper")
 ADAPTERS = {"a": "tiny_llama_lora_a", "b": "tiny_llama_lora_b"}

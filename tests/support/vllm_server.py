@@ -21,21 +21,18 @@ _LISTENING = "event=listening"
 
 
 @contextlib.contextmanager
-def start_vllm(
-    model: Path, *arguments: str, warm: bool = False, **environment: str
-) -> Iterator[ServerProcess]:
+def start_vllm(model: Path, *arguments: str, **environment: str) -> Iterator[ServerProcess]:
     """One that serves HTTP and, where the environment says so, gRPC.
 
     It is gone, with all its processes, when the context ends. Its "ready line" has the addresses
     as that of our own process has them.
     """
-    program = WarmPopen if warm else subprocess.Popen
     with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as probe:
         folder, port = Path(name), probe.getsockname()[1]
         probe.close()
         log = folder / "stderr.log"
         with log.open("w") as stderr:
-            process = program(
+            process = WarmPopen(
                 [
                     *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
                     *("--host", "127.0.0.1", "--port", str(port), *arguments),

@@ -26,8 +26,8 @@ from openengine_vllm.protocol import v1 as pb
 from openengine_vllm.protocol.errors import OpenEngineError
 from tests.support.models import model_dir
 
-# The worker imports vLLM first.
-pytestmark = pytest.mark.timeout(300)
+# The worker imports vLLM first; each test process would have one of its own.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("guides")]
 
 EXPONENTIAL = "\n".join(
     ["root ::= r0", *(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(2000)), 'r2000 ::= "b"']
