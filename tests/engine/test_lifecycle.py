@@ -189,8 +189,16 @@ async def _rejects_while_starting(channel: aio.Channel, name: str) -> None:
     assert message.retry_after_ms > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", ["listening", "guides", "engine"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("listening", signal.SIGTERM),
+        ("listening", signal.SIGINT),
+        ("guides", signal.SIGTERM),
+        ("engine", signal.SIGTERM),
+        ("engine", signal.SIGINT),
+    ],
+)
 async def test_signal_while_loading(moment: str, number: signal.Signals, sockets: Path) -> None:
     moments: dict[str, Callable[[ServerProcess], bool]] = {
         "listening": lambda server: "event=listening" in server.stderr(),
