@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,11 +31,7 @@ from tests.support.calls import (
 from tests.support.memory_limit import memory_group
 from tests.support.models import model_dir
 from tests.support.processes import engine_core, footprint, runs, worker
-from tests.support.server import (
-    ENGINE_FLAGS,
-    STOP_SECONDS,
-    start_server,
-)
+from tests.support.server import ENGINE_FLAGS, STOP_SECONDS, start_server
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +131,7 @@ async def test_worker_out_of_memory_and_a_server_told_to_stay(sockets: Path) -> 
         engine = [engine_core(server), worker(server)]
         async with connect(server.target) as channel:
             if group is None:
+                warnings.warn("no control group for memory: killed by the test", stacklevel=1)
                 await kill_under_streams(worker(server).kill, channel)
             else:
                 await kill_under_streams(partial(group.starve, worker(server).pid), channel)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.environment import server_environment
-from tests.support.warm import WarmPopen, fits
+from tests.support.warm import WarmPopen
 
 READY_SECONDS = 240
 """How long a model may take to load on a busy machine."""
@@ -78,8 +78,7 @@ def start_server(
         wait: until it is ready.
         warm: it need not import everything itself; see :mod:`tests.support.warm`.
     """
-    variables = server_environment(**environment)
-    program = WarmPopen if warm and fits(variables) else subprocess.Popen
+    program = WarmPopen if warm else subprocess.Popen
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "stderr.log"
         with log.open("w") as stderr:
@@ -89,7 +88,7 @@ def start_server(
                 stderr=stderr,
                 stdin=subprocess.DEVNULL,
                 text=True,
-                env=variables,
+                env=server_environment(**environment),
                 # A group of its own: a Ctrl-C for the tests is theirs to act on first, and a
                 # test can send one to the server and its engine. No session of its own: Linux
                 # schedules each session as a whole, and on two cores the frontend then starves

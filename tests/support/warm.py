@@ -49,6 +49,8 @@ _MODULES: Final = (
 )
 _READ_AT_IMPORT: Final = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "PYTHONHASHSEED")
 """Variables for which it is too late in a process that has its imports behind it."""
+_ENVIRONMENT: Final = 6
+"""Its place among the arguments of `Popen._execute_child`."""
 _FORK: Final = "--multiprocessing-fork"
 """The last argument of whatever Python's multiprocessing spawns."""
 _MOST_BYTES: Final = 256 * 1024
@@ -57,10 +59,13 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 class WarmPopen(subprocess.Popen[str]):
-    """A `subprocess.Popen` of `python -m MODULE` that starts warm."""
+    """A `subprocess.Popen` of `python -m MODULE` that starts warm where it can."""
 
     def _execute_child(self, *details: Any) -> None:
-        _execute(_nursery(), self, *details)
+        if _fits(details[_ENVIRONMENT]):
+            _execute(_nursery(), self, *details)
+        else:
+            super()._execute_child(*details)  # type: ignore[misc]
 
 
 def _execute(
@@ -99,10 +104,15 @@ def _execute(
     process._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
-def fits(environment: Mapping[str, str]) -> bool:
-    """Whether a program with this environment can start from what is imported with ours."""
+def _fits(environment: Mapping[str, str]) -> bool:
+    """Whether a program with this environment can start from what is imported with ours.
+
+    Where numpy may have several threads it has them from its import on, and nothing can.
+    """
     own = server_environment()
-    return all(environment.get(name) == own.get(name) for name in _READ_AT_IMPORT)
+    return own.get("OMP_NUM_THREADS") == "1" and all(
+        environment.get(name) == own.get(name) for name in _READ_AT_IMPORT
+    )
 
 
 class Nursery:
@@ -144,8 +154,14 @@ class Nursery:
         with self._lock:
             data = json.dumps(order).encode()
             assert len(data) < _MOST_BYTES
-            socket.send_fds(self._connection, [data], list(files.values()))
-            answer = self._connection.recv(64)
+            # Only for this, or orphans of a killed engine would stay below a server that has
+            # to find and kill them.
+            _adopt(orphans=True)
+            try:
+                socket.send_fds(self._connection, [data], list(files.values()))
+                answer = self._connection.recv(64)
+            finally:
+                _adopt(orphans=False)
         return int(answer)
 
 
@@ -160,7 +176,6 @@ def _nursery() -> Nursery:
 
 @functools.cache
 def _started() -> tuple[subprocess.Popen[bytes], Nursery]:
-    _adopt()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -173,9 +188,9 @@ def _started() -> tuple[subprocess.Popen[bytes], Nursery]:
     return process, Nursery(ours)
 
 
-def _adopt() -> None:
-    """Become the parent of orphans below this process."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+def _adopt(*, orphans: bool) -> None:
+    """Become the parent of orphans below this process, or leave them to init as usual."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
@@ -222,7 +237,7 @@ def _begin(order: dict[str, Any], files: Sequence[int]) -> NoReturn:
     sys.path[1:1] = [path for path in more if path and path not in sys.path]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, order["mask"])
-    _log_at(os.environ["VLLM_LOGGING_LEVEL"])
+    _log_at(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
     arguments = order["arguments"]
     setproctitle.setproctitle(" ".join((sys.executable, *arguments)))
     _start_children_warm()
@@ -257,11 +272,13 @@ def _run(program: Any) -> NoReturn:
     if status is not None and not isinstance(status, int):
         print(status, file=sys.stderr)
         status = 1
-    with contextlib.suppress(Exception):
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except OSError:
+        status = 120
     os._exit(status or 0)
 
 
@@ -282,7 +299,8 @@ def _take(numbers: Sequence[int], files: Sequence[int]) -> None:
 def warm_children() -> Iterator[None]:
     """Have the processes that vLLM spawns from this one start warm for a while."""
     cold = util.spawnv_passfds
-    _take_children_from(_nursery())
+    if _fits(server_environment()):
+        _take_children_from(_nursery())
     try:
         yield
     finally:
@@ -291,7 +309,6 @@ def warm_children() -> Iterator[None]:
 
 def _start_children_warm() -> None:
     """Fork a nursery for this process's own children, and have vLLM's come from there."""
-    _adopt()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
         ours.close()

@@ -28,7 +28,7 @@ def test_processes_are_spawned_unless_the_operator_says_otherwise(
         raise Started(os.environ[METHOD])
 
     monkeypatch.setattr(AsyncLLM, "from_engine_args", start)
-    monkeypatch.setenv(METHOD, "")
+    monkeypatch.setenv(METHOD, "")  # so that what is set below ends with the test
     monkeypatch.delenv(METHOD)
     if given is not None:
         monkeypatch.setenv(METHOD, given)
